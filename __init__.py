@@ -1,0 +1,22 @@
+"""Domino: speculative decoding with a parallel drafter and a causal correction head."""
+
+from .configuration_domino import DominoConfig
+from .generation_domino import (
+    DominoGenerationConfig,
+    DraftOutput,
+    SpeculationStats,
+    install_dispatch,
+    remove_dispatch,
+)
+from .modeling_domino import DominoCache, DominoForSpeculation
+
+__all__ = [
+    "DominoCache",
+    "DominoConfig",
+    "DominoForSpeculation",
+    "DominoGenerationConfig",
+    "DraftOutput",
+    "SpeculationStats",
+    "install_dispatch",
+    "remove_dispatch",
+]

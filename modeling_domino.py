@@ -1,0 +1,595 @@
+"""The Domino drafter: parallel backbone, causal encoder, low-rank correction head, and how it drafts.
+
+Shapes in the comments: B slots of a block, n drafts, C context positions, H hidden size, V vocabulary, S encoder state,
+T number of tapped layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_domino import DominoConfig, public_name
+from .generation_domino import (
+    DominoGenerationConfig,
+    DraftOutput,
+    SpeculationStats,
+    install_dispatch,
+    process_logits,
+    sample_from_logits,
+    speculative_decode,
+)
+
+
+class DominoCache:
+    """Keys and values that the draft layers made of context positions; block positions never enter it.
+
+    Rows may hold different numbers of positions: columns that a row does not use are masked. Keys carry absolute
+    positions by RoPE, so the place of a column does not matter.
+
+    Args:
+        num_layers (int): draft layers.
+        batch_size (int): rows.
+        first_position (int or tensor `[batch]`): absolute position of the first context state that will arrive; above
+            zero when the target's cache held positions whose states nobody tapped.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, first_position: int | torch.Tensor = 0, device=None):
+        self.keys: list[torch.Tensor | None] = [None] * num_layers  # [batch, kv_heads, capacity, head_dim]
+        self.values: list[torch.Tensor | None] = [None] * num_layers
+        self.length = 0
+        self.mask = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)  # [batch, length]
+        self.next_position = torch.zeros(batch_size, dtype=torch.long, device=device) + first_position
+        self._staged: torch.Tensor | None = None
+
+    def stage(self, valid: torch.Tensor) -> None:
+        """Say which of the next context states are real, `[batch, new]` bool; all are when nothing is staged."""
+        self._staged = valid
+
+    def take_staged(self, batch_size: int, new: int, device) -> torch.Tensor:
+        """The staged validity, once."""
+        valid, self._staged = self._staged, None
+        return torch.ones(batch_size, new, dtype=torch.bool, device=device) if valid is None else valid
+
+    def extend(self, valid: torch.Tensor) -> torch.Tensor:
+        """Open columns for new context states and return their absolute positions, `[batch, new]`."""
+        positions = self.next_position[:, None] + valid.long().cumsum(-1) - 1
+        self.next_position = self.next_position + valid.sum(-1)
+        self.mask = torch.cat([self.mask, valid], dim=1)
+        self.length += valid.shape[1]
+        return positions.clamp_(min=0)
+
+    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one layer's new keys and values, `[batch, kv_heads, new, head_dim]`; return all of the layer's."""
+        if keys.shape[2]:
+            self.keys[layer] = self._append(self.keys[layer], keys)
+            self.values[layer] = self._append(self.values[layer], values)
+        if self.keys[layer] is None:
+            return keys, values
+        return self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
+
+    def _append(self, buffer: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Write into spare room; grow by half when there is none, so that a round copies nothing as a rule."""
+        start = self.length - new.shape[2]
+        if buffer is None or buffer.shape[2] < self.length:
+            grown = new.new_empty(*new.shape[:2], self.length + max(64, self.length // 2), new.shape[3])
+            if buffer is not None:
+                grown[:, :, :start] = buffer[:, :, :start]
+            buffer = grown
+        buffer[:, :, start : self.length] = new
+        return buffer
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows."""
+        self.keys = [None if keys is None else keys[rows] for keys in self.keys]
+        self.values = [None if values is None else values[rows] for values in self.values]
+        self.mask, self.next_position = self.mask[rows], self.next_position[rows]
+
+
+class DominoAttention(nn.Module):
+    """Queries from the block; keys and values from [context, block]; QK-norm as in Qwen3; no causal mask."""
+
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, block, context, block_rope, context_rope, attention_mask, cache):
+        query = self._heads(block, self.q_proj, self.q_norm, block_rope)  # [b, heads, q, d]
+        block_keys = self._heads(block, self.k_proj, self.k_norm, block_rope)
+        block_values = self._heads(block, self.v_proj)
+        keys = self._heads(context, self.k_proj, self.k_norm, context_rope)  # [b, kv_heads, C_new, d]
+        values = self._heads(context, self.v_proj)
+        if cache is not None:
+            keys, values = cache.update(self.layer_idx, keys, values)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, _ = attend(
+            self,
+            query,
+            torch.cat([keys, block_keys], dim=2),
+            torch.cat([values, block_values], dim=2),
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            is_causal=False,
+        )
+        return self.o_proj(output.reshape(*block.shape[:2], -1))
+
+    def _heads(self, states, projection, norm=None, rope=None):
+        """[b, t, H] -> [b, heads, t, d], normed and rotated where asked."""
+        heads = projection(states).unflatten(-1, (-1, self.head_dim))
+        if norm is not None:
+            heads = norm(heads)
+        heads = heads.transpose(1, 2)
+        if rope is not None:
+            cos, sin = rope
+            heads = heads * cos[:, None] + rotate_half(heads) * sin[:, None]
+        return heads
+
+
+class DominoDecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU. The context is not normed again: `hidden_norm` did that for all layers."""
+
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DominoAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block, context, block_rope, context_rope, attention_mask, cache):
+        block = block + self.self_attn(
+            self.input_layernorm(block), context, block_rope, context_rope, attention_mask, cache
+        )
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class PrefixAttention(nn.Module):
+    """Causal encoder by unidirectional attention over the draft prefix; called like `nn.GRU(batch_first=True)`.
+
+    Distance enters as a learned bias per head, so the encoder knows the order without positions of its own.
+
+    Args:
+        input_size (int): width of the token embeddings, H.
+        hidden_size (int): width of the state, S.
+        max_length (int): longest prefix, the block's slots.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, max_length: int, eps: float):
+        super().__init__()
+        self.num_heads = next(heads for heads in (8, 4, 2, 1) if hidden_size % heads == 0)
+        self.in_proj = nn.Linear(input_size, hidden_size, bias=False)
+        self.qkv_proj = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.norm = Qwen3RMSNorm(hidden_size, eps=eps)
+        self.distance_bias = nn.Parameter(torch.zeros(self.num_heads, max_length))
+
+    def forward(self, embeds: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[batch, t, H]` after the prefix in `state` -> states `[batch, t, S]` and the longer prefix."""
+        inputs = self.in_proj(embeds)
+        seen = inputs if state is None else torch.cat([state, inputs], dim=1)  # [b, L, S]
+        length, new = seen.shape[1], inputs.shape[1]
+        query, _, _ = self.qkv_proj(self.norm(inputs)).chunk(3, dim=-1)
+        _, key, value = self.qkv_proj(self.norm(seen)).chunk(3, dim=-1)
+        query, key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (query, key, value))
+        rows = torch.arange(length - new, length, device=embeds.device)[:, None]
+        distance = rows - torch.arange(length, device=embeds.device)[None]  # [t, L], negative ahead
+        bias = self.distance_bias[:, distance.clamp(min=0)].masked_fill(distance < 0, float("-inf"))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None].to(query.dtype))
+        return inputs + self.o_proj(mixed.transpose(1, 2).flatten(2)), seen
+
+
+class DominoPreTrainedModel(PreTrainedModel):
+    config_class = DominoConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    _no_split_modules = ["DominoDecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        # nn.GRU and the bias table are unknown to the library: left alone they would come up as raw memory.
+        if isinstance(module, nn.GRU):
+            for name, weight in module.named_parameters():
+                bound = module.hidden_size**-0.5
+                nn.init.uniform_(weight, -bound, bound) if "weight" in name else nn.init.zeros_(weight)
+        elif isinstance(module, PrefixAttention):
+            nn.init.zeros_(module.distance_bias)
+        elif isinstance(module, DominoForSpeculation):
+            # The correction starts at zero, so a new head changes nothing until it has learned something.
+            nn.init.zeros_(module.embed_proj[2].weight)
+
+
+class DominoForSpeculation(DominoPreTrainedModel):
+    """Drafter of a block of tokens for `target.generate(..., assistant_model=drafter)`.
+
+    Embedding and LM head are the target's, borrowed at call time and never stored.
+
+    Args:
+        config (DominoConfig): sizes and conventions.
+
+    Attributes:
+        generation_config (DominoGenerationConfig): drafting knobs.
+        last_speculation (SpeculationStats or None): statistics of the last `generate`.
+
+    Source: Domino (arXiv 2605.29707), sections 3.1 (backbone) and 3.2 (causal encoder and correction).
+    """
+
+    # What the dispatch looks for: a class check would miss other copies of this remote code.
+    is_domino_drafter = True
+
+    def __init__(self, config: DominoConfig):
+        super().__init__(config)
+        config.check()
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DominoDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        if config.causal_encoder == "gru":
+            self.prefix_gru = nn.GRU(config.hidden_size, config.head_hidden_size, bias=False, batch_first=True)
+        else:
+            self.prefix_attention = PrefixAttention(
+                config.hidden_size, config.head_hidden_size, config.block_size, config.rms_norm_eps
+            )
+        # W_down, SiLU, W_up; the names are the checkpoint contract's.
+        self.embed_proj = nn.Sequential(
+            nn.Linear(config.hidden_size + config.head_hidden_size, config.head_rank, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.head_rank, config.vocab_size, bias=False),
+        )
+        self.generation_config = DominoGenerationConfig()
+        self.last_speculation: SpeculationStats | None = None
+        self._warned_targets: set[str] = set()
+        self.post_init()
+
+    @property
+    def causal_encoder(self) -> nn.Module:
+        """The encoder of the draft prefix: `(embeds [b, t, H], state) -> (states [b, t, S], state)`."""
+        return self.prefix_gru if self.config.causal_encoder == "gru" else self.prefix_attention
+
+    def head_modules(self) -> list[nn.Module]:
+        """Causal encoder and correction: what "the head" means in training and reports."""
+        return [self.causal_encoder, self.embed_proj]
+
+    def new_cache(self, batch_size: int, first_position: int | torch.Tensor = 0) -> DominoCache:
+        """An empty context cache."""
+        return DominoCache(self.config.num_hidden_layers, batch_size, first_position, self.device)
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        block_position_ids: torch.Tensor,
+        context_position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: DominoCache | None = None,
+    ) -> torch.Tensor:
+        """Backbone: one pass over block slots.
+
+        Args:
+            noise_embeds (float `[batch, slots, H]`): target embeddings of [anchor, mask, ...]; several blocks may lie
+                side by side where the mask keeps them apart.
+            context_hidden_states (float `[batch, new, T * H]`): tapped target states not yet in the cache.
+            block_position_ids (int `[batch, slots]`), context_position_ids (int `[batch, new]`): absolute positions.
+            attention_mask (bool or float, broadcastable to `[batch, 1, slots, context + slots]`): True or 0 where a
+                slot may look.
+            cache (DominoCache, optional): takes the new context, gives all of it.
+        Returns:
+            float `[batch, slots, H]`: normed backbone states z.
+        """
+        context = self.hidden_norm(self.fc(context_hidden_states))  # [b, C_new, H]
+        block_rope = self.rotary_emb(noise_embeds, block_position_ids)
+        context_rope = self.rotary_emb(noise_embeds, context_position_ids)
+        states = noise_embeds
+        for layer in self.layers:
+            states = layer(states, context, block_rope, context_rope, attention_mask, cache)
+        return self.norm(states)
+
+    def correction(self, states: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+        """`W_up SiLU(W_down [z; s])`: `[..., H]` and `[..., S]` -> `[..., V]`. Source: Domino, eq. of section 3.2."""
+        return self.embed_proj(torch.cat([states, encoded], dim=-1))
+
+    def correct_block(self, base_logits: torch.Tensor, states: torch.Tensor, prefix_embeds: torch.Tensor):
+        """Draft logits of whole blocks whose prefix is known: training, and the parallel rollout.
+
+        Args:
+            base_logits (float `[batch, n, V_target]`): of the n drafts.
+            states (float `[batch, n, H]`): backbone states of the same drafts.
+            prefix_embeds (float `[batch, n, H]`): target embeddings of [anchor, d1, ..., d_(n-1)].
+        Returns:
+            float `[batch, n, V_target]`: base logits, corrected from draft `pure_draft_prefix_len` on.
+        """
+        start = self.config.pure_draft_prefix_len
+        if start >= base_logits.shape[1]:
+            return base_logits
+        encoded, _ = self.causal_encoder(prefix_embeds)
+        corrections = self.correction(states[:, start:], encoded[:, start:])
+        corrected = add_correction(base_logits[:, start:], corrections)
+        return torch.cat([base_logits[:, :start], corrected], dim=1)
+
+    # Drafting ---------------------------------------------------------------------------------------------------
+
+    def draft(
+        self,
+        target: PreTrainedModel,
+        anchor_ids: torch.LongTensor,
+        context_hidden_states: torch.Tensor,
+        cache: DominoCache,
+        *,
+        input_ids: list[torch.Tensor] | torch.LongTensor,
+        max_drafts: int,
+        logits_processor=None,
+        do_sample: bool = False,
+    ) -> DraftOutput:
+        """Propose up to `max_drafts` tokens for each row; the only place where draft tokens come from.
+
+        Args:
+            target: lends its embedding and LM head.
+            anchor_ids (int `[batch, 1]`): last committed token of each row.
+            context_hidden_states (float `[batch, new, T * H]`): tapped states committed since the last call; where rows
+                got different numbers, `cache.stage` said which are real.
+            cache (DominoCache): this generation's context cache, extended here.
+            input_ids (int `[batch, length]`, or one `[length]` a row): committed sequences with the anchor at the end.
+            max_drafts (int): upper bound, 0 allowed (the context is still taken in).
+            logits_processor (callable, optional): `generate`'s processors, applied to each row's own prefix.
+            do_sample (bool): draw each token from its law, otherwise take the most likely.
+        Returns:
+            DraftOutput: `token_ids [batch, n]`; `logits [batch, n, V_target]` fp32 after the processors, the law that
+            each token was drawn from.
+        Source: Domino, section 3.3.
+        """
+        config, knobs = self.config, self.generation_config
+        batch_size, device = anchor_ids.shape[0], self.device
+        n = min(max_drafts, config.num_drafts)
+        anchor_ids = anchor_ids.to(device)
+        embed = functools.partial(embed_tokens, target, dtype=self.dtype, device=device)
+        context = context_hidden_states.to(device=device, dtype=self.dtype)
+        valid = cache.take_staged(batch_size, context.shape[1], device)
+        context_positions = cache.extend(valid)
+        block_ids = anchor_ids.new_full((batch_size, config.block_size), config.mask_token_id)
+        block_ids[:, :1] = anchor_ids
+        slots = torch.arange(config.block_size, device=device)
+        block_positions = cache.next_position[:, None] + slots  # the anchor stands right after the context
+        mask = None
+        if not bool(cache.mask.all()):
+            block_mask = cache.mask.new_ones(batch_size, config.block_size)
+            mask = torch.cat([cache.mask, block_mask], dim=1)[:, None, None].expand(-1, 1, config.block_size, -1)
+        states = self(embed(block_ids), context, block_positions, context_positions, mask, cache)
+        if n == 0:
+            return DraftOutput(anchor_ids.new_zeros(batch_size, 0), states.new_zeros(batch_size, 0, 0))
+        first = config.first_draft_slot
+        states = states[:, first : first + n]  # z of the drafts
+        base_logits = target_logits(target, states)  # [b, n, V_target]
+        plain_greedy = not do_sample and not logits_processor
+        if knobs.rollout == "parallel" and plain_greedy and knobs.use_head:
+            return self._parallel_rollout(embed, anchor_ids, states, base_logits)
+        return self._sequential_rollout(
+            embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample
+        )
+
+    def _sequential_rollout(self, embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample):
+        """One token after another, each corrected from the tokens drawn before it."""
+        knobs, start = self.generation_config, self.config.pure_draft_prefix_len
+        pool = knobs.candidate_pool_size
+        rows = [input_ids[i].to(anchor_ids.device) for i in range(len(input_ids))] if logits_processor else None
+        token, state, tokens, laws = anchor_ids, None, [], []
+        confidence = torch.ones(anchor_ids.shape[0], device=base_logits.device)
+        n = base_logits.shape[1]
+        for i in range(n):
+            logits = base_logits[:, i].float()  # [b, V]
+            if knobs.use_head and start < n:
+                encoded, state = self._encode_step(embed(token), state)
+                if i >= start:
+                    logits = self._corrected(logits, states[:, i], encoded[:, 0], pool)
+            if logits_processor:
+                logits = process_logits(logits_processor, rows, logits)
+            token = sample_from_logits(logits, do_sample)[:, None]
+            tokens.append(token)
+            laws.append(logits)
+            if rows is not None:
+                rows = [torch.cat([row, token[j].to(row.device)]) for j, row in enumerate(rows)]
+            if knobs.assistant_confidence_threshold:
+                # Cutting after a token that was kept is safe: what is drafted next never decides what came before.
+                confidence = confidence * logits.softmax(-1).gather(1, token)[:, 0]
+                if bool((confidence < knobs.assistant_confidence_threshold).all()):
+                    break
+        return DraftOutput(torch.cat(tokens, dim=1), torch.stack(laws, dim=1))
+
+    def _parallel_rollout(self, embed, anchor_ids, states, base_logits):
+        """Correct all drafts from the current guess of the block until nothing changes: draft i is exact after i."""
+        guess = base_logits.argmax(-1)  # [b, n]
+        logits = base_logits
+        steps = self.generation_config.refinement_steps
+        for _ in range(base_logits.shape[1] if steps is None else steps):
+            prefix = torch.cat([anchor_ids, guess[:, :-1].to(anchor_ids.device)], dim=1)
+            logits = self.correct_block(base_logits, states, embed(prefix))
+            previous, guess = guess, logits.argmax(-1)
+            if torch.equal(previous, guess):
+                break
+        return DraftOutput(guess, logits.float())
+
+    def _encode_step(self, embeds, state):
+        """One step of the causal encoder, `[b, 1, H]` -> `[b, 1, S]`; the GRU by its cell, which packs nothing."""
+        encoder = self.causal_encoder
+        if type(encoder) is not nn.GRU:
+            return encoder(embeds, state)
+        if state is None:
+            state = embeds.new_zeros(embeds.shape[0], encoder.hidden_size)
+        state = torch.gru_cell(embeds[:, 0], state, encoder.weight_ih_l0, encoder.weight_hh_l0)
+        return state[:, None], state
+
+    def _corrected(self, logits, state, encoded, pool: int):
+        """Corrected logits `[b, V]` of one draft; with a pool only its `pool` best base ids are left standing."""
+        up = self.embed_proj[2]
+        if not pool or pool >= logits.shape[-1] or type(up) is not nn.Linear:
+            return add_correction(logits, self.correction(state, encoded))
+        hidden = self.embed_proj[1](self.embed_proj[0](torch.cat([state, encoded], dim=-1)))  # [b, r]
+        base, ids = logits.topk(pool, dim=-1)  # [b, K]
+        known = ids.clamp(max=up.weight.shape[0] - 1)
+        corrections = torch.bmm(up.weight[known], hidden[:, :, None])[:, :, 0].to(base) * (known == ids)
+        return torch.full_like(logits, float("-inf")).scatter(1, ids, base + corrections)
+
+    # Decoding ---------------------------------------------------------------------------------------------------
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise one sentence when this drafter cannot draft for `target`; warn once when it was trained for another.
+
+        Raises:
+            ValueError: other hidden size, layer count or vocabulary, or another device.
+        """
+        config, text = self.config, target.config.get_text_config(decoder=True)
+        rows = target.get_output_embeddings().weight.shape[0]
+        recorded = f" (it was trained for '{config.target_name_or_path}')" if config.target_name_or_path else ""
+        for name, ours, theirs in (
+            ("hidden size", config.hidden_size, text.hidden_size),
+            ("layer count", config.num_target_layers, text.num_hidden_layers),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"the drafter expects a target of {name} {ours}{recorded}, this one has {theirs}; "
+                    "use the drafter that was trained for this target."
+                )
+        # Heads padded to a round size, or grown by a few added tokens, still share all the ids that matter.
+        if not config.vocab_size <= rows <= config.vocab_size * 1.25:
+            raise ValueError(
+                f"the drafter expects a vocabulary of {config.vocab_size}{recorded}, the target's LM head has {rows} "
+                "rows; use the drafter that was trained for this target."
+            )
+        if target.device != self.device:
+            raise ValueError(
+                f"the drafter is on {self.device} and the target on {target.device}; "
+                "move it with `drafter.to(target.device)`."
+            )
+        name = public_name(getattr(target.config, "_name_or_path", None))
+        known = public_name(config.target_name_or_path)
+        if known and name and name.split("/")[-1] != known.split("/")[-1] and name not in self._warned_targets:
+            self._warned_targets.add(name)
+            warnings.warn(
+                f"this drafter was trained for '{known}' and drafts for '{name}': the text stays exact, but fewer "
+                "drafts may be accepted; adapt it with train_peft.py if they are.",
+                stacklevel=2,
+            )
+        ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+        if config.mask_token_id in [*ends, text.pad_token_id] and "mask" not in self._warned_targets:
+            self._warned_targets.add("mask")
+            warnings.warn(
+                f"mask_token_id {config.mask_token_id} is the target's end or pad token, which its texts contain; "
+                "train with an id that the target never writes.",
+                stacklevel=2,
+            )
+
+    def speculative_decode(self, target: PreTrainedModel, *args, **kwargs):
+        """The decode loop of `generate` with this drafter; the dispatch calls it with `generate`'s prepared inputs."""
+        self.check_target(target)
+        return speculative_decode(target, self, *args, **kwargs)
+
+    def generate_for(self, target: PreTrainedModel, *args, **kwargs):
+        """`target.generate(..., assistant_model=self)`; what the Hub's `custom_generate` hook calls."""
+        install_dispatch()
+        return target.generate(*args, assistant_model=self, **kwargs)
+
+    # Saving and loading -----------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Write weights, config, code, drafting knobs and the `custom_generate` hook: a directory that loads anywhere."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+        hook = Path(save_directory) / "custom_generate" / "generate.py"
+        hook.parent.mkdir(parents=True, exist_ok=True)
+        hook.write_text(CUSTOM_GENERATE, encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load a drafter of ours, or one in the published layout (`model_type: qwen3` with a `dflash_config`).
+
+        Raises:
+            OSError: no such directory or repository, or weights that are cut off or corrupt.
+        """
+        try:
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except Exception as error:
+            if "safetensor" not in f"{type(error).__name__} {error}".lower():
+                raise
+            raise OSError(
+                f"the weights in '{pretrained_model_name_or_path}' cannot be read ({error}); "
+                "the file is cut off or corrupt: download or save it again."
+            ) from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        hub = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "subfolder", "local_files_only") if key in kwargs}
+        try:
+            model.generation_config = DominoGenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        except OSError:
+            # Published checkpoints have no such file; the defaults are meant for them.
+            model.generation_config = DominoGenerationConfig()
+        return loaded
+
+
+def add_correction(logits: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
+    """`logits [..., V_target] + correction [..., V]`; ids that only the target's padded head has stay uncorrected."""
+    extra = logits.shape[-1] - correction.shape[-1]
+    correction = correction.to(device=logits.device, dtype=logits.dtype)
+    return logits + (F.pad(correction, (0, extra)) if extra else correction)
+
+
+def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, device) -> torch.Tensor:
+    """Target embeddings `[..., H]` of ids, in the drafter's dtype."""
+    table = target.get_input_embeddings()
+    return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
+
+
+def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    """The target's LM head on backbone states `[..., H]` -> `[..., V_target]`, with its soft cap or scale if it has one."""
+    head = target.get_output_embeddings()
+    logits = head(states.to(dtype=head.weight.dtype, device=head.weight.device))
+    text = target.config.get_text_config(decoder=True)
+    cap = getattr(text, "final_logit_softcapping", None)
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+# Written beside every saved drafter; kept as text because `save_pretrained` of remote code has no repository to copy from.
+CUSTOM_GENERATE = '''"""The Hub's `custom_generate` hook: a thin call to the drafter, which owns the decode loop."""
+
+
+def generate(model, *args, assistant_model=None, **kwargs):
+    """Same as `model.generate(..., assistant_model=assistant_model)`."""
+    if assistant_model is None or not getattr(assistant_model, "is_domino_drafter", False):
+        raise ValueError(
+            "custom_generate needs the drafter: pass "
+            "`assistant_model=AutoModel.from_pretrained(REPO, trust_remote_code=True)` beside it."
+        )
+    return assistant_model.generate_for(model, *args, **kwargs)
+'''
+
+install_dispatch()
+DominoForSpeculation.register_for_auto_class("AutoModel")

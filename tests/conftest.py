@@ -1,0 +1,116 @@
+"""Tiny targets and drafters, and the drafters whose every proposal a test controls: ORACLE, WRONG, HALF."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+from domino_spec import DominoConfig, DominoForSpeculation, DraftOutput
+
+torch.set_num_threads(1)
+
+VOCAB = 64
+MASK_ID = 60
+BLOCK = 6
+FAMILIES = ("qwen3", "llama")
+
+
+def make_target(family: str = "llama", seed: int = 0, **overrides):
+    """Tiny fp32 target: 4 layers, hidden 32, vocabulary 64; weights wide enough that its choices are clear."""
+    torch.manual_seed(seed)
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": 61,
+        "eos_token_id": None,
+        "pad_token_id": 62,
+    } | overrides
+    config = CONFIG_MAPPING[family](**fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.generation_config.eos_token_id = config.eos_token_id
+    return model
+
+
+def make_drafter(target, seed: int = 1, trained_head: bool = True, **overrides):
+    """Tiny drafter for `target`; its head is filled with noise, since a fresh one corrects nothing."""
+    torch.manual_seed(seed)
+    fields = {"num_hidden_layers": 2, "block_size": BLOCK, "mask_token_id": MASK_ID}
+    fields |= {"head_hidden_size": 16, "head_rank": 8, "initializer_range": 0.2} | overrides
+    drafter = DominoForSpeculation(DominoConfig.from_target(target.config, **fields)).eval()
+    if trained_head:
+        torch.nn.init.normal_(drafter.embed_proj[2].weight, std=0.5)
+    return drafter
+
+
+def prompt_ids(length: int = 7, batch: int = 1, seed: int = 3) -> torch.Tensor:
+    """Random prompt without special ids, `[batch, length]`."""
+    return torch.randint(0, 58, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def control(drafter, propose, cut: int | None = None):
+    """Replace `draft` on the instance: `propose(sequence) -> n tokens` for every row."""
+
+    def draft(target, anchor_ids, context_hidden_states, cache, *, input_ids, max_drafts, **kwargs):
+        n = min(max_drafts, drafter.config.num_drafts if cut is None else cut)
+        tokens = [propose(row, n) for row in input_ids]
+        ids = torch.tensor(tokens, dtype=torch.long).view(len(tokens), n)
+        logits = torch.full((*ids.shape, VOCAB), -30.0).scatter(2, ids[..., None], 30.0)
+        return DraftOutput(ids, logits)
+
+    drafter.draft = draft
+    return drafter
+
+
+class Continuations:
+    """The target's own greedy continuation of any prefix, decoded plainly and remembered."""
+
+    def __init__(self, target, **kwargs):
+        self.target, self.kwargs, self.known = target, kwargs, {}
+
+    def __call__(self, row, n: int) -> list[int]:
+        """The next `n` greedy tokens after `row`, left padding masked."""
+        key = tuple(row.tolist())
+        if n and len(self.known.get(key, ())) < n:
+            output = self.target.generate(
+                row[None],
+                attention_mask=((row != self.target.config.pad_token_id).cumsum(0) > 0).long()[None],
+                max_new_tokens=n,
+                do_sample=False,
+                **self.kwargs,
+            )
+            self.known[key] = output[0, len(row) :].tolist()
+        tokens = self.known.get(key, [])[:n]
+        return tokens + [0] * (n - len(tokens))
+
+
+def scripted(drafter, kind: str, target, **kwargs):
+    """ORACLE proposes the target's own continuation, WRONG never a right token, HALF two right ones and then wrong."""
+    right = Continuations(target, **kwargs)
+
+    def propose(row, n):
+        tokens = right(row, n)
+        keep = {"oracle": n, "wrong": 0, "half": 2}[kind]
+        return [token if i < keep else (token + 1) % 58 for i, token in enumerate(tokens)]
+
+    return control(drafter, propose)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def target(family):
+    return make_target(family)
