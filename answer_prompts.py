@@ -48,7 +48,7 @@ def tokenize_prompt(row: dict, tokenizer) -> list[int]:
 
 
 def load_answers(path: str | Path, tokenizer=None, prompts: str | Path | None = None) -> list[dict]:
-    """Answers as rows with `prompt_ids` and `completion_ids`.
+    """Answers as rows with `prompt_ids` and `completion_ids`; rows of any other kind come through as they are.
 
     Args:
         path: a file written by this script, possibly packed by `--pack` (which leaves the prompts out).
@@ -57,15 +57,17 @@ def load_answers(path: str | Path, tokenizer=None, prompts: str | Path | None = 
         ValueError: a packed file without `prompts`, or prompts that match none of its answers.
     """
     rows = [row for row in read_jsonl(path) if "settings" not in row]
-    missing = [row for row in rows if "prompt_ids" not in row]
-    if not missing:
+    packed = [row for row in rows if "completion_ids" in row and "prompt_ids" not in row]
+    if not packed:
         return rows
     if prompts is None:
         raise ValueError(f"'{path}' holds answers without their prompts; name the prompts file too.")
     known = {prompt_key(ids): ids for ids in (tokenize_prompt(row, tokenizer) for row in read_jsonl(prompts))}
     joined = [{**row, "prompt_ids": known[row["key"]]} for row in rows if row["key"] in known]
     if not joined:
-        raise ValueError(f"none of the answers in '{path}' belongs to a prompt in '{prompts}': other tokenizer or file?")
+        raise ValueError(
+            f"none of the answers in '{path}' belongs to a prompt in '{prompts}': other tokenizer or file?"
+        )
     return joined
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-
 CAUSAL_ENCODERS = ("gru", "attention")
 # `dflash_config` key of the published layout -> attribute here. The attribute is the only place a value lives in memory.
 PUBLISHED_KEYS = {

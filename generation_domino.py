@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
-from transformers.generation import logits_process, stopping_criteria as stopping
+from transformers.generation import logits_process
+from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 KNOBS: dict[str, Any] = {
@@ -461,9 +462,7 @@ def _check_call(target, input_ids, generation_config, streamer, synced_gpus, cac
             raise ValueError("hidden states and attentions can be returned for one sequence at a time.")
     limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit and length >= limit:
-        raise ValueError(
-            f"the prompt has {length} tokens and the target only {limit} positions; shorten the prompt."
-        )
+        raise ValueError(f"the prompt has {length} tokens and the target only {limit} positions; shorten the prompt.")
 
 
 @torch.no_grad()

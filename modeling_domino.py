@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
@@ -21,7 +22,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_domino import DominoConfig, public_name
 from .generation_domino import (
@@ -392,9 +392,7 @@ class DominoForSpeculation(DominoPreTrainedModel):
         plain_greedy = not do_sample and not logits_processor
         if knobs.rollout == "parallel" and plain_greedy and knobs.use_head:
             return self._parallel_rollout(embed, anchor_ids, states, base_logits)
-        return self._sequential_rollout(
-            embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample
-        )
+        return self._sequential_rollout(embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample)
 
     def _sequential_rollout(self, embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample):
         """One token after another, each corrected from the tokens drawn before it."""
@@ -544,7 +542,11 @@ class DominoForSpeculation(DominoPreTrainedModel):
                 "the file is cut off or corrupt: download or save it again."
             ) from error
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        hub = {key: kwargs[key] for key in ("revision", "cache_dir", "token", "subfolder", "local_files_only") if key in kwargs}
+        hub = {
+            key: kwargs[key]
+            for key in ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+            if key in kwargs
+        }
         try:
             model.generation_config = DominoGenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         except OSError:

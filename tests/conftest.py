@@ -6,9 +6,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
-
 from domino_spec import DominoConfig, DominoForSpeculation, DraftOutput
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 torch.set_num_threads(1)
 

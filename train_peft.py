@@ -1,0 +1,355 @@
+"""Train a Domino drafter for a frozen target.
+
+    # 1. let the target answer prompts
+    python answer_prompts.py --target_model_name_or_path TARGET --prompts prompts.jsonl --output_file answers.jsonl
+    # 2. train on the answers (add --cpu after `launch` on a machine without a GPU)
+    accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
+        --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
+    # continue from an existing drafter: --model_name_or_path DRAFTER
+
+Arguments carry TRL's names wherever TRL has one; a YAML file with the same names is taken by --config.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from domino_spec import DominoConfig, DominoForSpeculation
+from domino_spec.data_domino import BlockCollator, load_rows, prepare_dataset
+from domino_spec.objective_domino import (
+    DominoObjective,
+    FeatureScale,
+    initialise_from_target,
+    simulated_tau,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from trl import ModelConfig, ScriptArguments, TrlParser
+
+
+@dataclass
+class DominoScriptArguments(ScriptArguments):
+    """Where the data is, and which target it is for."""
+
+    target_model_name_or_path: str | None = field(default=None, metadata={"help": "The frozen target."})
+    prompts_file: str | None = field(
+        default=None, metadata={"help": "Prompts to join to an answers file that was packed without them."}
+    )
+    eval_rows: int = field(default=32, metadata={"help": "Rows held out for tau when there is no test split."})
+    num_hidden_layers: int = field(default=5, metadata={"help": "Draft layers of a new drafter."})
+    block_size: int = field(default=16, metadata={"help": "Slots of a block, the anchor included."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "Id that the target never writes."})
+    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers (default: spread)."})
+    causal_encoder: str = field(default="gru", metadata={"help": "gru or attention."})
+    head_hidden_size: int = field(default=1024, metadata={"help": "Width of the causal encoder."})
+    head_rank: int = field(default=256, metadata={"help": "Rank of the correction."})
+    pure_draft_prefix_len: int = field(default=1, metadata={"help": "Leading drafts without correction."})
+    shift_label: bool = field(default=True, metadata={"help": "Slot k predicts anchor+k+1 (else anchor+k)."})
+    init_layers_from_target: list[int] | None = field(
+        default=None, metadata={"help": "Target layers of equal shape that a new drafter's layers start from."}
+    )
+
+
+@dataclass
+class DominoTrainingConfig(TrainingArguments):
+    """Training options; the defaults are the paper's recipe.
+
+    Raises:
+        ValueError: a ratio out of range.
+    """
+
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.0
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.04
+    max_grad_norm: float = 1.0
+    logging_steps: float = 10
+    remove_unused_columns: bool = False
+    report_to: str = "none"
+    max_length: int = field(default=3072, metadata={"help": "Rows are cut at so many tokens."})
+    num_anchors: int = field(default=256, metadata={"help": "Blocks per sequence and step."})
+    stage1_ratio: float = field(default=0.0, metadata={"help": "Share of the steps with the head frozen."})
+    lambda_decay_ratio: float = field(
+        default=1.0, metadata={"help": "Share of the remaining steps over which lambda falls from 1 to 0."}
+    )
+    head_warmup_ratio: float = field(
+        default=0.1, metadata={"help": "Share of stage 2 over which the head's learning rate rises."}
+    )
+    head_learning_rate: float | None = field(default=None, metadata={"help": "Default: learning_rate."})
+    loss_gamma: float = field(default=7.0, metadata={"help": "Draft k weighs exp(-(k - 1) / gamma)."})
+    distill_weight: float = field(
+        default=0.0, metadata={"help": "Share of KL(target || draft) in the loss, the rest is cross-entropy."}
+    )
+    vocab_sample_size: int = field(
+        default=0,
+        metadata={
+            "help": "Estimate the softmax with so many frequent ids, the labels and a random quarter more; 0: all."
+        },
+    )
+    scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("stage1_ratio", "lambda_decay_ratio", "head_warmup_ratio", "distill_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a share from 0 to 1.")
+        for name in ("num_anchors", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Base-anchored curriculum in optimizer steps.
+
+    Stage 1 trains the backbone alone; in stage 2 lambda falls linearly from 1 to 0 and the head's learning rate rises.
+
+    Source: Domino (arXiv 2605.29707), section 3.4.
+    """
+
+    total_steps: int
+    stage1_ratio: float
+    lambda_decay_ratio: float
+    head_warmup_ratio: float
+
+    @property
+    def stage1_steps(self) -> int:
+        return round(self.total_steps * self.stage1_ratio)
+
+    def lam(self, step: int) -> float:
+        """Weight of the base loss at an optimizer step (0-based)."""
+        if step < self.stage1_steps:
+            return 1.0
+        decay = (self.total_steps - self.stage1_steps) * self.lambda_decay_ratio
+        return max(0.0, 1 - (step - self.stage1_steps) / decay) if decay >= 1 else 0.0
+
+    def head_factor(self, step: int) -> float:
+        """Factor on the head's learning rate: 0 in stage 1, then a linear rise."""
+        if step < self.stage1_steps:
+            return 0.0
+        warmup = (self.total_steps - self.stage1_steps) * self.head_warmup_ratio
+        return min(1.0, (step - self.stage1_steps + 1) / warmup) if warmup >= 1 else 1.0
+
+
+class DominoTrainer(Trainer):
+    """`transformers.Trainer` whose model is a `DominoObjective`; checkpoints are drafter directories."""
+
+    def __init__(self, objective: DominoObjective, args: DominoTrainingConfig, scale: FeatureScale | None, **kwargs):
+        super().__init__(model=objective, args=args, **kwargs)
+        self.objective, self.scale = objective, scale
+        self.curriculum: Curriculum | None = None
+        self.sums: Counter = Counter()
+        self.anchor_generator = torch.Generator().manual_seed(args.seed)
+        self.curve: list[dict] = []
+        self.add_callback(_StageSwitch(self))
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """AdamW with a group for the backbone and one for the head, which has a learning rate of its own."""
+        if self.optimizer is None:
+            args, drafter = self.args, self.objective.drafter
+            head = [p for module in drafter.head_modules() for p in module.parameters()]
+            inside = {id(p) for p in head}
+            backbone = [p for p in drafter.parameters() if id(p) not in inside]
+            rate = args.learning_rate if args.head_learning_rate is None else args.head_learning_rate
+            self.optimizer = torch.optim.AdamW(
+                [{"params": backbone, "lr": args.learning_rate}, {"params": head, "lr": rate}],
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+                weight_decay=args.weight_decay,
+                fused=True,
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        """The library's schedule, times the head's warm-up within stage 2 for the head's group."""
+        fresh = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if fresh:
+            args = self.args
+            self.curriculum = Curriculum(
+                num_training_steps, args.stage1_ratio, args.lambda_decay_ratio, args.head_warmup_ratio
+            )
+            schedule, factor = scheduler.lr_lambdas[1], self.curriculum.head_factor
+            scheduler.lr_lambdas[1] = lambda step: schedule(step) * factor(step)
+            # The scheduler has set the rates of step 0 already; set the head's again with its factor.
+            scheduler.optimizer.param_groups[1]["lr"] = scheduler.base_lrs[1] * scheduler.lr_lambdas[1](0)
+            self.set_stage(0)
+        return scheduler
+
+    def set_stage(self, step: int) -> None:
+        """Freeze the head in stage 1, free it in stage 2."""
+        for module in self.objective.drafter.head_modules():
+            module.requires_grad_(step >= self.curriculum.stage1_steps)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Loss of one batch, and sums for the log."""
+        lam = self.curriculum.lam(self.state.global_step)
+        result = model(**inputs, lam=lam, num_anchors=self.args.num_anchors, generator=self.anchor_generator)
+        self.sums["batches"] += 1
+        for name in ("base_loss", "final_loss"):
+            self.sums[name] += result[name].item()
+        self.sums["lambda"] += lam
+        for name in ("base_hits", "final_hits", "counts"):
+            for i, value in enumerate(result[name].tolist()):
+                self.sums[name, i] += value
+        return (result["loss"], result) if return_outputs else result["loss"]
+
+    def log(self, logs: dict, *args, **kwargs) -> None:
+        """Add lambda, losses and accuracy per draft to what the Trainer reports."""
+        if "loss" in logs and self.sums["batches"]:
+            batches = self.sums["batches"]
+            logs |= {name: round(self.sums[name] / batches, 4) for name in ("lambda", "base_loss", "final_loss")}
+            for i in range(self.objective.config.num_drafts):
+                count = max(self.sums["counts", i], 1)
+                logs[f"base_accuracy_{i + 1}"] = round(self.sums["base_hits", i] / count, 4)
+                logs[f"final_accuracy_{i + 1}"] = round(self.sums["final_hits", i] / count, 4)
+            self.sums = Counter()
+        self.curve.append({"step": self.state.global_step} | logs)
+        super().log(logs, *args, **kwargs)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """tau from simulated rounds on the held-out rows."""
+        self.objective.eval()
+        rows = eval_dataset if eval_dataset is not None else self.eval_dataset
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in simulated_tau(self.objective, rows).items()}
+        self.objective.train()
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _save(self, output_dir: str | None = None, state_dict=None) -> None:
+        """A drafter directory that loads anywhere, beside the Trainer's own state."""
+        output_dir = output_dir or self.args.output_dir
+        if self.scale is None:
+            self.objective.drafter.save_pretrained(output_dir)
+        else:
+            with self.scale.folded():
+                self.objective.drafter.save_pretrained(output_dir)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(output_dir)
+        with open(os.path.join(output_dir, "training_curve.jsonl"), "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in self.curve)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        """Weights of a checkpoint back into the drafter."""
+        saved = DominoForSpeculation.from_pretrained(resume_from_checkpoint, dtype=self.objective.drafter.dtype)
+        if self.scale is not None:
+            self.scale.fold()
+        self.objective.drafter.load_state_dict(saved.state_dict())
+        if self.scale is not None:
+            self.scale.attach()
+
+
+class _StageSwitch(TrainerCallback):
+    """Moves the trainer from stage to stage."""
+
+    def __init__(self, trainer: DominoTrainer):
+        self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.set_stage(state.global_step)
+
+
+def frequent_ids(rows, size: int) -> torch.Tensor:
+    """The ids that supervised tokens have most often."""
+    counts: Counter = Counter()
+    for row in rows:
+        counts.update(token for token, flag in zip(row["input_ids"], row["supervised"], strict=True) if flag)
+    return torch.tensor([token for token, _ in counts.most_common(size)])
+
+
+def build_drafter(script: DominoScriptArguments, model: ModelConfig, target) -> DominoForSpeculation:
+    """An existing drafter, or a new one for the target."""
+    if model.model_name_or_path:
+        drafter = DominoForSpeculation.from_pretrained(model.model_name_or_path, dtype=torch.float32)
+        drafter.check_target(target)
+        return drafter
+    names = ("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids", "causal_encoder")
+    names += ("head_hidden_size", "head_rank", "pure_draft_prefix_len", "shift_label")
+    drafter = DominoForSpeculation(DominoConfig.from_target(target.config, **{n: getattr(script, n) for n in names}))
+    drafter.to(target.device)
+    if script.init_layers_from_target:
+        initialise_from_target(drafter, target, script.init_layers_from_target)
+    return drafter
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read arguments, train, save."""
+    parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, ModelConfig))
+    script, args, model = parser.parse_args_and_config(arguments)
+    for name in ("target_model_name_or_path", "dataset_name"):
+        if not getattr(script, name):
+            sys.exit(f"train_peft.py: --{name} is missing.")
+    if model.use_peft:
+        sys.exit("train_peft.py: --use_peft is not there yet; train all weights, or with --model_name_or_path go on.")
+    torch.manual_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(script.target_model_name_or_path)
+    dtype = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else "auto"
+    target = AutoModelForCausalLM.from_pretrained(script.target_model_name_or_path, dtype=dtype).eval()
+    target.requires_grad_(False).to(args.device)
+    drafter = build_drafter(script, model, target)
+
+    rows = load_rows(
+        script.dataset_name,
+        tokenizer,
+        config=script.dataset_config,
+        split=script.dataset_train_split,
+        prompts_file=script.prompts_file,
+    )
+    dataset, dropped = prepare_dataset(rows, tokenizer, args.max_length)
+    if dropped:
+        print(f"dropped {dropped} of {len(dataset) + dropped} rows: no supervised token left to draft.")
+    if len(dataset) <= script.eval_rows:
+        sys.exit(
+            f"train_peft.py: {len(dataset)} usable rows, {script.eval_rows} of them held out; nothing left to learn from."
+        )
+    parts = dataset.train_test_split(test_size=script.eval_rows, seed=0) if script.eval_rows else None
+    train, held_out = (parts["train"], parts["test"]) if parts else (dataset, None)
+    supervised = sum(sum(row) for row in train["supervised"])
+    size = sum(p.numel() for p in drafter.parameters())
+    print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
+
+    collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+    scale = None
+    if args.scale_features:
+        sample = [collator([train[i]]) for i in range(min(16, len(train)))]
+        scale = FeatureScale.measure(
+            drafter, target, [{k: v.to(args.device) for k, v in batch.items()} for batch in sample]
+        )
+        scale.attach()
+    objective = DominoObjective(
+        drafter,
+        target,
+        gamma=args.loss_gamma,
+        distill_weight=args.distill_weight,
+        frequent_ids=frequent_ids(train, args.vocab_sample_size) if args.vocab_sample_size else None,
+        num_negatives=max(256, args.vocab_sample_size // 4),
+    )
+    trainer = DominoTrainer(
+        objective,
+        args,
+        scale,
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=collator,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if held_out is not None:
+        print(trainer.evaluate())
+    if trainer.is_world_process_zero():
+        if scale is not None:
+            scale.fold()
+        drafter.to(torch.bfloat16).save_pretrained(args.output_dir)
+        tokenizer.save_pretrained(args.output_dir)
+        with open(os.path.join(args.output_dir, "training_curve.jsonl"), "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in trainer.curve)
+        print(f"drafter saved to {args.output_dir}")
+
+
+if __name__ == "__main__":
+    main()
