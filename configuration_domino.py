@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 CAUSAL_ENCODERS = ("gru", "attention")
-# `dflash_config` key of the published layout -> attribute here. The attribute is the only place a value lives in memory.
+# `dflash_config` key of the published layout -> attribute here, the only place where the value lives in memory.
 PUBLISHED_KEYS = {
     "mask_token_id": "mask_token_id",
     "target_layer_ids": "target_layer_ids",
@@ -25,8 +25,8 @@ ARCHITECTURES = ["DFlashDraftModel", "DominoForSpeculation"]
 def default_target_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
     """Tapped target layers for a drafter of `num_draft_layers`, zero-based.
 
-    One draft layer taps the middle; otherwise the ids are evenly spaced from 1 to `num_target_layers - 3`. A target too
-    shallow for that many distinct ids is tapped evenly over all its layers, with at most as many taps as layers.
+    One draft layer taps the middle; otherwise the ids are evenly spaced from 1 to `num_target_layers - 3`. A target
+    too shallow for that many distinct ids is tapped evenly over all its layers, with at most as many taps as layers.
 
     Source: DFlash's recipe, which Domino keeps (paper, appendix on training details).
     """

@@ -105,7 +105,8 @@ class DominoGenerationConfig(GenerationConfig):
             raise ValueError(f"rollout is {self.rollout!r}; expected one of {ROLLOUTS}.")
         if self.num_assistant_tokens_schedule not in SCHEDULES:
             raise ValueError(
-                f"num_assistant_tokens_schedule is {self.num_assistant_tokens_schedule!r}; expected one of {SCHEDULES}."
+                f"num_assistant_tokens_schedule is {self.num_assistant_tokens_schedule!r}; "
+                f"expected one of {SCHEDULES}."
             )
         for name, least in (("num_assistant_tokens", 1), ("refinement_steps", 1), ("candidate_pool_size", 0)):
             value = getattr(self, name)
@@ -481,11 +482,11 @@ def speculative_decode(
 
     Args:
         target: the model whose text comes out.
-        drafter: anything with `draft`, `new_cache`, `config` and `generation_config` as `DominoForSpeculation` has them.
+        drafter: anything with `draft`, `new_cache`, `config` and `generation_config` like `DominoForSpeculation`'s.
         input_ids (int `[batch, length]`): left-padded prompts.
         logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: as `generate` prepared them.
     Returns:
-        int `[batch, length + new]`, or a `GenerateDecoderOnlyOutput`; the statistics are in `drafter.last_speculation`.
+        int `[batch, length + new]`, or a `GenerateDecoderOnlyOutput`; statistics are in `drafter.last_speculation`.
     Raises:
         ValueError: a call that speculation cannot serve exactly.
     """

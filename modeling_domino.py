@@ -1,7 +1,7 @@
 """The Domino drafter: parallel backbone, causal encoder, low-rank correction head, and how it drafts.
 
-Shapes in the comments: B slots of a block, n drafts, C context positions, H hidden size, V vocabulary, S encoder state,
-T number of tapped layers.
+Shapes in the comments: B slots of a block, n drafts, C context positions, H hidden size, V vocabulary, S encoder
+state, T number of tapped layers.
 """
 
 from __future__ import annotations
@@ -355,8 +355,8 @@ class DominoForSpeculation(DominoPreTrainedModel):
         Args:
             target: lends its embedding and LM head.
             anchor_ids (int `[batch, 1]`): last committed token of each row.
-            context_hidden_states (float `[batch, new, T * H]`): tapped states committed since the last call; where rows
-                got different numbers, `cache.stage` said which are real.
+            context_hidden_states (float `[batch, new, T * H]`): tapped states committed since the last call; where
+                rows got different numbers, `cache.stage` said which are real.
             cache (DominoCache): this generation's context cache, extended here.
             input_ids (int `[batch, length]`, or one `[length]` a row): committed sequences with the anchor at the end.
             max_drafts (int): upper bound, 0 allowed (the context is still taken in).
@@ -518,7 +518,7 @@ class DominoForSpeculation(DominoPreTrainedModel):
     # Saving and loading -----------------------------------------------------------------------------------------
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Write weights, config, code, drafting knobs and the `custom_generate` hook: a directory that loads anywhere."""
+        """Write weights, config, code, knobs and the `custom_generate` hook: a directory that loads anywhere."""
         super().save_pretrained(save_directory, *args, **kwargs)
         self.generation_config.save_pretrained(save_directory)
         hook = Path(save_directory) / "custom_generate" / "generate.py"
@@ -569,7 +569,7 @@ def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, dev
 
 
 def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
-    """The target's LM head on backbone states `[..., H]` -> `[..., V_target]`, with its soft cap or scale if it has one."""
+    """The target's LM head on backbone states `[..., H]` -> `[..., V_target]`, with its soft cap if it has one."""
     head = target.get_output_embeddings()
     logits = head(states.to(dtype=head.weight.dtype, device=head.weight.device))
     text = target.config.get_text_config(decoder=True)
@@ -579,7 +579,7 @@ def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor
     return logits
 
 
-# Written beside every saved drafter; kept as text because `save_pretrained` of remote code has no repository to copy from.
+# Written beside every saved drafter; text, because remote code has no repository to copy the file from.
 CUSTOM_GENERATE = '''"""The Hub's `custom_generate` hook: a thin call to the drafter, which owns the decode loop."""
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .data_domino import block_attention_mask, first_anchors, sample_anchors
-from .generation_domino import tapped_states
+from .generation_domino import decoder_layers, tapped_states
 from .modeling_domino import DominoForSpeculation, add_correction, embed_tokens, target_logits
 
 
@@ -91,6 +91,7 @@ class DominoObjective(nn.Module):
         frequent_ids (int `[F]`, optional): ids always in the softmax; together with the batch's labels and
             `num_negatives` random other ids, weighted for what they stand for, they estimate the whole softmax.
             None takes all ids.
+        keep_states (bool): keep the target's states of every batch in memory, in bf16, for the epochs to come.
 
     Source: Domino (arXiv 2605.29707), section 3.4; position weights as in DFlash; estimated softmax: Bengio and
         Senecal 2008, adaptive importance sampling.
@@ -105,8 +106,10 @@ class DominoObjective(nn.Module):
         distill_weight: float = 0.0,
         frequent_ids: torch.Tensor | None = None,
         num_negatives: int = 1024,
+        keep_states: bool = False,
     ):
         super().__init__()
+        self.kept_states: dict[bytes, TargetStates] | None = {} if keep_states else None
         self.drafter = drafter
         self._target = [target]
         self.gamma, self.distill_weight = gamma, distill_weight
@@ -116,6 +119,16 @@ class DominoObjective(nn.Module):
     @property
     def target(self):
         return self._target[0]
+
+    def states_of(self, input_ids, attention_mask) -> TargetStates:
+        """The target's states of a batch, computed once when they are kept."""
+        if self.kept_states is None:
+            return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
+        key = input_ids.cpu().numpy().tobytes()
+        if key not in self.kept_states:
+            states = target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
+            self.kept_states[key] = TargetStates(states.tapped.bfloat16(), states.final.bfloat16())
+        return self.kept_states[key]
 
     def draft_states(self, input_ids, attention_mask, anchors, tapped):
         """Backbone states `[batch, M, n, H]` of the blocks at `anchors [batch, M]`."""
@@ -203,8 +216,7 @@ class DominoObjective(nn.Module):
             dict: `loss`, detached `base_loss` and `final_loss`, and per draft `base_hits`, `final_hits`, `counts`
             `[n]` (top-1 hits among the ids of the softmax).
         """
-        target = self.target
-        states = target_states(target, self.config.target_layer_ids, input_ids, attention_mask)
+        states = self.states_of(input_ids, attention_mask)
         if anchors is None:
             anchors, kept = sample_anchors(first_anchors(supervised), num_anchors, generator)
         else:
@@ -218,7 +230,7 @@ class DominoObjective(nn.Module):
         where = labels
         if ids is not None:
             lookup = torch.zeros(self.config.vocab_size, dtype=torch.long, device=ids.device)
-            lookup[ids.flip(0)] = torch.arange(len(ids), device=ids.device).flip(0)
+            lookup[ids] = torch.arange(len(ids), device=ids.device)
             where = lookup[labels]
         weights = torch.exp(-order.float() / self.gamma)
         z = z[valid]  # [N, H]
@@ -301,8 +313,8 @@ def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> tu
         accepted (int `[A]`): leading accepted drafts of a block at each anchor.
         anchors: their positions; end: position of the answer's last token.
     Returns:
-        kept tokens and rounds; their quotient over many answers is tau. (The mean of `accepted + 1` over all anchors is
-        not: it visits easy stretches as often as hard ones, while decoding jumps over them.)
+        kept tokens and rounds; their quotient over many answers is tau. (The mean of `accepted + 1` over all anchors
+        is not: it visits easy stretches as often as hard ones, while decoding jumps over them.)
     """
     at = dict(zip(anchors, accepted.tolist(), strict=True))
     place, rounds, kept = anchors[0], 0, 0
@@ -337,12 +349,11 @@ def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: lis
     Raises:
         ValueError: not one id per draft layer, or layers of another shape.
     """
-    from .generation_domino import decoder_layers
-
     layers = decoder_layers(target)
     if len(layer_ids) != len(drafter.layers) or not all(0 <= i < len(layers) for i in layer_ids):
         raise ValueError(
-            f"init_layers_from_target is {layer_ids}; expected {len(drafter.layers)} layers from 0 to {len(layers) - 1}."
+            f"init_layers_from_target is {layer_ids}; expected {len(drafter.layers)} layers "
+            f"from 0 to {len(layers) - 1}."
         )
     for ours, i in zip(drafter.layers, layer_ids, strict=True):
         theirs = layers[i].state_dict()

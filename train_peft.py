@@ -90,6 +90,9 @@ class DominoTrainingConfig(TrainingArguments):
             "help": "Estimate the softmax with so many frequent ids, the labels and a random quarter more; 0: all."
         },
     )
+    keep_states: bool = field(
+        default=False, metadata={"help": "Keep the target's states in memory (bf16) for later epochs."}
+    )
     scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
 
     def __post_init__(self):
@@ -305,7 +308,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"dropped {dropped} of {len(dataset) + dropped} rows: no supervised token left to draft.")
     if len(dataset) <= script.eval_rows:
         sys.exit(
-            f"train_peft.py: {len(dataset)} usable rows, {script.eval_rows} of them held out; nothing left to learn from."
+            f"train_peft.py: {len(dataset)} usable rows, {script.eval_rows} of them to be held out; "
+            "nothing left to learn from: add rows or lower --eval_rows."
         )
     parts = dataset.train_test_split(test_size=script.eval_rows, seed=0) if script.eval_rows else None
     train, held_out = (parts["train"], parts["test"]) if parts else (dataset, None)
@@ -328,6 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
         distill_weight=args.distill_weight,
         frequent_ids=frequent_ids(train, args.vocab_sample_size) if args.vocab_sample_size else None,
         num_negatives=max(256, args.vocab_sample_size // 4),
+        keep_states=args.keep_states,
     )
     trainer = DominoTrainer(
         objective,
