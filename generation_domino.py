@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
-from transformers.generation import logits_process
+from transformers.generation import GenerationMode, logits_process
 from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -59,9 +59,10 @@ PREFIX_FREE = tuple(
         "SuppressTokensLogitsProcessor",
     )
 )
-# Processors that know rows by their number in the batch.
+# Processors that know rows by their number in the batch; a caller's own may, so they count among these.
 ROW_NUMBERED = (
     logits_process.PrefixConstrainedLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
 )
@@ -256,7 +257,9 @@ class RowProcessors:
         self.batch_size = batch_size
         self.active = list(range(batch_size))
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
-        self.row_numbered = batch_size > 1 and any(isinstance(x, ROW_NUMBERED) for x in processors)
+        self.row_numbered = batch_size > 1 and any(
+            isinstance(x, ROW_NUMBERED) or type(x).__module__ != logits_process.__name__ for x in processors
+        )
         self.stateful = any(isinstance(x, STATEFUL) for x in processors)
 
     def __bool__(self) -> bool:
@@ -739,6 +742,10 @@ def install_dispatch() -> None:
         def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
             if not _is_drafter(generation_mode_kwargs.get("assistant_model")):
                 return plain_check(self, generation_mode, generation_config, generation_mode_kwargs)
+            if generation_mode != GenerationMode.ASSISTED_GENERATION:
+                # Beams and the like run without drafts, as the library warns: its own checks hold.
+                others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
+                return plain_check(self, generation_mode, generation_config, others)
             if getattr(self, "_is_stateful", False):
                 raise ValueError(
                     f"{type(self).__name__} keeps a recurrent state that cannot forget rejected drafts; "

@@ -72,7 +72,7 @@ def control(drafter, propose, cut: int | None = None):
 
 
 class Continuations:
-    """The target's own greedy continuation of any prefix, decoded plainly and remembered."""
+    """The target's own greedy continuation of any prefix, decoded plainly and remembered along the way."""
 
     def __init__(self, target, **kwargs):
         self.target, self.kwargs, self.known = target, kwargs, {}
@@ -84,11 +84,13 @@ class Continuations:
             output = self.target.generate(
                 row[None],
                 attention_mask=((row != self.target.config.pad_token_id).cumsum(0) > 0).long()[None],
-                max_new_tokens=n,
+                max_new_tokens=n + 24,
                 do_sample=False,
                 **self.kwargs,
             )
-            self.known[key] = output[0, len(row) :].tolist()
+            new = output[0, len(row) :].tolist()
+            for i in range(len(new)):
+                self.known[key + tuple(new[:i])] = new[i:]
         tokens = self.known.get(key, [])[:n]
         return tokens + [0] * (n - len(tokens))
 
