@@ -4,7 +4,8 @@
         --output_dir O [--max_prompts 20] [--max_new_tokens 128] [--dtype bfloat16] [--temperature 0]
 
 Methods: plain `generate`, the library's prompt lookup, the drafter with its head off (parallel only), and Domino.
-tau is (new tokens - 1) / (target forwards - 1), counted by a hook on the target for every method alike. Means are
+tau is (new tokens - 1) / (target forwards - 1), counted by a hook on the target for every method alike; in a batch it
+is each row's kept tokens over its rounds, and the hook's count must agree with the drafter's statistics. Means are
 kept tokens over rounds summed over a set's prompts; medians are over prompts. Wall clock is a ratio of sums taken in
 this run. Greedy outputs are compared with plain ones and the number of equal texts is reported.
 """
@@ -42,33 +43,60 @@ def counted_forwards(target):
         handle.remove()
 
 
-def run(method: str, target, drafter, input_ids: torch.Tensor, sampling: dict) -> dict:
-    """One generation: new ids, seconds, target forwards, seconds drafting and verifying."""
+def run(method: str, target, drafter, inputs: dict[str, torch.Tensor], sampling: dict, pad: int) -> list[dict]:
+    """One generation; per row the new ids, its rounds, and its share of the seconds."""
     extra = {}
     if method == "lookup":
         extra = {"prompt_lookup_num_tokens": drafter.config.num_drafts, "max_matching_ngram_size": 2}
     elif method != "plain":
         drafter.generation_config.use_head = method == "domino"
         extra = {"assistant_model": drafter}
+    batch_size, prompt_length = inputs["input_ids"].shape
     with counted_forwards(target) as calls:
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(target)
         started = time.perf_counter()
-        output = target.generate(input_ids, attention_mask=torch.ones_like(input_ids), **sampling, **extra)
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
+        output = target.generate(**inputs, **sampling, **extra, pad_token_id=pad)
+        synchronize(target)
         seconds = time.perf_counter() - started
-    result = {"ids": output[0, input_ids.shape[1] :].tolist(), "seconds": seconds, "forwards": len(calls)}
-    if "assistant_model" in extra:
-        stats = drafter.last_speculation
-        result |= {"draft_seconds": stats.draft_seconds, "verify_seconds": stats.verify_seconds}
-        result |= {"acceptance_rate_per_position": stats.acceptance_rate_per_position}
-    return result
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    rows = []
+    for i, ids in enumerate(output[:, prompt_length:].tolist()):
+        length = next((j + 1 for j, token in enumerate(ids) if token in ends), len(ids))
+        row = {"ids": ids[:length], "seconds": seconds / batch_size, "rounds": len(calls) - 1}
+        if "assistant_model" in extra:
+            stats = drafter.last_speculation
+            if stats.num_rounds != len(calls) - 1:
+                raise RuntimeError(f"statistics say {stats.num_rounds} rounds, the hook counted {len(calls) - 1}.")
+            row["rounds"] = len(stats.acceptance_lengths[i])
+            row["draft_seconds"] = stats.draft_seconds / batch_size
+            row["verify_seconds"] = stats.verify_seconds / batch_size
+        elif batch_size > 1:
+            row["rounds"] = length - 1
+        rows.append(row)
+    return rows
+
+
+def synchronize(target) -> None:
+    """Wait for the device, so that a reading of the clock means something."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def batches(rows: list[dict], tokenizer, batch_size: int, device: str, pad: int):
+    """Left-padded `generate` inputs of the prompts, in order."""
+    for start in range(0, len(rows), batch_size):
+        prompts = [tokenize_prompt(row, tokenizer) for row in rows[start : start + batch_size]]
+        width = max(map(len, prompts))
+        yield {
+            "input_ids": torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device),
+            "attention_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
+        }
 
 
 def tau_of(results: list[dict]) -> tuple[float, float]:
     """Mean over a set (summed tokens / summed rounds) and median over its prompts."""
-    pairs = [(len(r["ids"]) - 1, r["forwards"] - 1) for r in results if r["forwards"] > 1]
+    pairs = [(len(r["ids"]) - 1, r["rounds"]) for r in results if r["rounds"]]
     tokens, rounds = map(sum, zip(*pairs, strict=True))
     return tokens / rounds, statistics.median(t / n for t, n in pairs)
 
@@ -144,6 +172,7 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_prompts", type=int, default=20, help="of each file")
     parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--batch_size", type=int, default=1, help="above 1 the library's lookup cannot take part")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
     parser.add_argument("--seed", type=int, default=0)
@@ -165,23 +194,26 @@ def main() -> None:
     if arguments.temperature > 0:
         sampling |= {"temperature": arguments.temperature, "top_k": 0}
     methods = ["plain", *(m for m in arguments.methods if m != "plain")]
+    if arguments.batch_size > 1 and "lookup" in methods:
+        console.print("prompt lookup takes one sequence at a time: left out of a batched run")
+        methods.remove("lookup")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     prompts = {Path(path).stem: list(read_jsonl(path))[: arguments.max_prompts] for path in arguments.prompts}
     report = {"machine": machine(), "arguments": vars(arguments), "sets": {}}
-    with tqdm(total=sum(map(len, prompts.values())) * len(methods)) as bar:
+    with tqdm(total=sum(map(len, prompts.values())) * len(methods), unit="text") as bar:
         for name, rows in prompts.items():
             runs: dict[str, list[dict]] = {method: [] for method in methods}
-            for number, row in enumerate(rows):
-                input_ids = torch.tensor([tokenize_prompt(row, tokenizer)], device=device)
+            for number, inputs in enumerate(batches(rows, tokenizer, arguments.batch_size, device, pad)):
                 if number == 0:
                     for method in methods:
-                        run(method, target, drafter, input_ids, sampling | {"max_new_tokens": 8})
+                        run(method, target, drafter, inputs, sampling | {"max_new_tokens": 4}, pad)
                 # Another order for every prompt, so that no method always runs after the same one.
                 shift = number % len(methods)
                 for method in methods[shift:] + methods[:shift]:
                     torch.manual_seed(arguments.seed + number)
-                    runs[method].append(run(method, target, drafter, input_ids, sampling))
-                    bar.update(1)
+                    runs[method] += run(method, target, drafter, inputs, sampling, pad)
+                    bar.update(len(inputs["input_ids"]))
             report["sets"][name] = summarise(runs)
             print_table(
                 console, f"{name}, {arguments.dtype}, temperature {arguments.temperature:g}", report["sets"][name]

@@ -136,7 +136,7 @@ class DominoConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             scaling = kwargs.pop("rope_scaling", None) or {}
             self.rope_parameters = {"rope_type": "default", "rope_theta": theta or 10000.0, **scaling}
-        if self.head_dim is None:
+        if self.head_dim is None and self.num_attention_heads:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)

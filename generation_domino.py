@@ -253,7 +253,7 @@ class RowProcessors:
     """`generate`'s logits processors, applied to rows of different lengths, each with exactly its own prefix."""
 
     def __init__(self, processors, batch_size: int):
-        self.processors = processors
+        self.processors = logits_process.LogitsProcessorList(processors)
         self.batch_size = batch_size
         self.active = list(range(batch_size))
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)

@@ -223,9 +223,8 @@ class DominoPreTrainedModel(PreTrainedModel):
                 nn.init.uniform_(weight, -bound, bound) if "weight" in name else nn.init.zeros_(weight)
         elif isinstance(module, PrefixAttention):
             nn.init.zeros_(module.distance_bias)
-        elif isinstance(module, DominoForSpeculation):
-            # The correction starts at zero, so a new head changes nothing until it has learned something.
-            nn.init.zeros_(module.embed_proj[2].weight)
+        elif getattr(module, "starts_at_zero", False):
+            nn.init.zeros_(module.weight)
 
 
 class DominoForSpeculation(DominoPreTrainedModel):
@@ -266,6 +265,9 @@ class DominoForSpeculation(DominoPreTrainedModel):
             nn.SiLU(),
             nn.Linear(config.head_rank, config.vocab_size, bias=False),
         )
+        # A new head changes nothing until it has learned something. The mark is on the module that owns the weight: of
+        # a class outside the library, modules without weights of their own never reach `_init_weights`.
+        self.embed_proj[2].starts_at_zero = True
         self.generation_config = DominoGenerationConfig()
         self.last_speculation: SpeculationStats | None = None
         self._warned_targets: set[str] = set()
@@ -306,6 +308,12 @@ class DominoForSpeculation(DominoPreTrainedModel):
         Returns:
             float `[batch, slots, H]`: normed backbone states z.
         """
+        eager = self.config._attn_implementation == "eager"
+        if eager and attention_mask is not None and attention_mask.dtype == torch.bool:
+            # Eager attention adds its mask to the scores, so True and False would be taken for 1 and 0.
+            hidden = torch.finfo(noise_embeds.dtype).min
+            additive = attention_mask.new_zeros(attention_mask.shape, dtype=noise_embeds.dtype)
+            attention_mask = additive.masked_fill(~attention_mask, hidden)
         context = self.hidden_norm(self.fc(context_hidden_states))  # [b, C_new, H]
         block_rope = self.rotary_emb(noise_embeds, block_position_ids)
         context_rope = self.rotary_emb(noise_embeds, context_position_ids)

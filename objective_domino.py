@@ -91,7 +91,6 @@ class DominoObjective(nn.Module):
         frequent_ids (int `[F]`, optional): ids always in the softmax; together with the batch's labels and
             `num_negatives` random other ids, weighted for what they stand for, they estimate the whole softmax.
             None takes all ids.
-        keep_states (bool): keep the target's states of every batch in memory, in bf16, for the epochs to come.
 
     Source: Domino (arXiv 2605.29707), section 3.4; position weights as in DFlash; estimated softmax: Bengio and
         Senecal 2008, adaptive importance sampling.
@@ -106,10 +105,9 @@ class DominoObjective(nn.Module):
         distill_weight: float = 0.0,
         frequent_ids: torch.Tensor | None = None,
         num_negatives: int = 1024,
-        keep_states: bool = False,
     ):
         super().__init__()
-        self.kept_states: dict[bytes, TargetStates] | None = {} if keep_states else None
+        self.kept_states: dict[tuple[int, ...], TargetStates] = {}
         self.drafter = drafter
         self._target = [target]
         self.gamma, self.distill_weight = gamma, distill_weight
@@ -120,15 +118,27 @@ class DominoObjective(nn.Module):
     def target(self):
         return self._target[0]
 
+    def remember(self, rows, progress=None) -> None:
+        """Compute and keep the target's states of these rows, one at a time, for all epochs to come."""
+        self.kept_states = {}
+        for row in rows if progress is None else progress(rows):
+            ids = torch.tensor([row["input_ids"]], device=self.drafter.device)
+            states = target_states(self.target, self.config.target_layer_ids, ids, torch.ones_like(ids))
+            self.kept_states[tuple(row["input_ids"])] = TargetStates(
+                states.tapped[0].bfloat16().cpu(), states.final[0].bfloat16().cpu()
+            )
+
     def states_of(self, input_ids, attention_mask) -> TargetStates:
-        """The target's states of a batch, computed once when they are kept."""
-        if self.kept_states is None:
+        """The target's states of a batch: remembered where all its rows are, computed otherwise."""
+        rows = [tuple(ids[: int(mask.sum())]) for ids, mask in zip(input_ids.tolist(), attention_mask, strict=True)]
+        if any(row not in self.kept_states for row in rows):
             return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
-        key = input_ids.cpu().numpy().tobytes()
-        if key not in self.kept_states:
-            states = target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
-            self.kept_states[key] = TargetStates(states.tapped.bfloat16(), states.final.bfloat16())
-        return self.kept_states[key]
+        kept = [self.kept_states[row] for row in rows]
+        pad, device = nn.utils.rnn.pad_sequence, input_ids.device
+        return TargetStates(
+            pad([states.tapped for states in kept], batch_first=True).to(device),
+            pad([states.final for states in kept], batch_first=True).to(device),
+        )
 
     def draft_states(self, input_ids, attention_mask, anchors, tapped):
         """Backbone states `[batch, M, n, H]` of the blocks at `anchors [batch, M]`."""
@@ -174,7 +184,7 @@ class DominoObjective(nn.Module):
         certain[self.frequent_ids] = True
         certain[labels.cpu()] = True
         others = (~certain).nonzero()[:, 0]
-        negatives = others[torch.randint(len(others), (min(self.num_negatives, len(others)),))]
+        negatives = others[torch.randint(max(len(others), 1), (min(self.num_negatives, len(others)),))]
         ids = torch.cat([certain.nonzero()[:, 0], negatives])
         log_weights = torch.zeros(len(ids))
         if len(negatives):

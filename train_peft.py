@@ -27,6 +27,7 @@ from domino_spec.objective_domino import (
     initialise_from_target,
     simulated_tau,
 )
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl import ModelConfig, ScriptArguments, TrlParser
 
@@ -91,7 +92,7 @@ class DominoTrainingConfig(TrainingArguments):
         },
     )
     keep_states: bool = field(
-        default=False, metadata={"help": "Keep the target's states in memory (bf16) for later epochs."}
+        default=False, metadata={"help": "Compute the target's states once and keep them in memory (bf16)."}
     )
     scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
 
@@ -332,8 +333,12 @@ def main(arguments: list[str] | None = None) -> None:
         distill_weight=args.distill_weight,
         frequent_ids=frequent_ids(train, args.vocab_sample_size) if args.vocab_sample_size else None,
         num_negatives=max(256, args.vocab_sample_size // 4),
-        keep_states=args.keep_states,
     )
+    if args.keep_states:
+        width = target.config.get_text_config().hidden_size * (len(drafter.config.target_layer_ids) + 1)
+        tokens = sum(map(len, train["input_ids"]))
+        print(f"keeping the target's states of {tokens} tokens: {tokens * width * 2 / 2**30:.1f} GiB")
+        objective.remember(train, lambda rows: tqdm(rows, desc="target states"))
     trainer = DominoTrainer(
         objective,
         args,

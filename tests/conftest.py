@@ -75,16 +75,19 @@ class Continuations:
     """The target's own greedy continuation of any prefix, decoded plainly and remembered along the way."""
 
     def __init__(self, target, **kwargs):
-        self.target, self.kwargs, self.known = target, kwargs, {}
+        self.target, self.kwargs, self.known, self.shortest = target, kwargs, {}, None
 
     def __call__(self, row, n: int) -> list[int]:
         """The next `n` greedy tokens after `row`, left padding masked."""
         key = tuple(row.tolist())
+        self.shortest = len(row) if self.shortest is None else min(len(row), self.shortest)
+        # From a prompt look far ahead; a longer prefix that is unknown has left the greedy path for good.
+        ahead = 24 if len(row) == self.shortest else 0
         if n and len(self.known.get(key, ())) < n:
             output = self.target.generate(
                 row[None],
                 attention_mask=((row != self.target.config.pad_token_id).cumsum(0) > 0).long()[None],
-                max_new_tokens=n + 24,
+                max_new_tokens=n + ahead,
                 do_sample=False,
                 **self.kwargs,
             )

@@ -102,7 +102,7 @@ def test_ragged_batches(target, kind, lengths):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
-@pytest.mark.parametrize("family_name", ["qwen3", "llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("family_name", ["qwen3", "mistral", "gemma3_text"])
 def test_ragged_ends_and_sliding_windows(family_name, kind):
     """Rows keep different numbers of tokens a round and end at different ones, over windows shorter than the text."""
     extra = {}
@@ -225,7 +225,9 @@ def test_max_length_and_min_new_tokens(target):
     plain = assert_equal_text(target, drafter, inputs, 16, eos_token_id=eos, min_new_tokens=9)
     assert plain.shape[1] > 7 + 8
     plain = target.generate(**inputs, max_length=10, do_sample=False)
-    assert target.generate(**inputs, max_length=10, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    assert (
+        target.generate(**inputs, max_length=10, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
+    )
 
 
 def test_records_of_a_batch(target):
@@ -497,7 +499,7 @@ def test_reported_law_is_the_law_drawn_from(encoder, rollout):
         logits_processor=processors,
         do_sample=True,
     )
-    laws = output.logits.softmax(-1)
+    laws = output.logits.detach().softmax(-1)
     groups = [(output.token_ids[:, 0], laws[:, 0])]
     for token in output.token_ids[:, 0].unique():
         chosen = output.token_ids[:, 0] == token
@@ -511,7 +513,7 @@ def test_reported_law_is_the_law_drawn_from(encoder, rollout):
         assert chisquare(counts[support].numpy(), expected.numpy()).pvalue > 0.001
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "untouched"])
+@pytest.mark.parametrize("kind", ["half", "untouched"])
 def test_cold_sampling_is_greedy_and_seeds_repeat(target, kind):
     inputs = ragged([7, 5])
     drafter = make_drafter(target)
@@ -582,36 +584,33 @@ def test_unsupported_batches_are_refused():
         target.generate(**inputs, max_new_tokens=8, assistant_model=drafter, streamer=Recorder())
     with pytest.raises(ValueError, match="one sequence at a time"):
         target.generate(
-            **inputs, max_new_tokens=8, assistant_model=drafter, return_dict_in_generate=True, output_hidden_states=True
+            **inputs,
+            max_new_tokens=8,
+            assistant_model=drafter,
+            return_dict_in_generate=True,
+            output_hidden_states=True,
         )
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family_name", ["qwen3", "llama", "mistral"])
 def test_passed_cache_over_two_turns(family_name, kind):
     """The cache of the first call serves the second; both equal plain decoding with a cache of its own."""
     target = make_target(family_name, **({"sliding_window": 8} if family_name == "mistral" else {}))
-    texts = []
     for assistant in (None, scripted(make_drafter(target), kind, target)):
-        extra = {} if assistant is None else {"assistant_model": assistant}
-        cache = DynamicCache(config=target.config)
+        extra = {"do_sample": False} | ({} if assistant is None else {"assistant_model": assistant})
         first = target.generate(
-            prompt_ids(),
-            past_key_values=cache,
+            **as_inputs(prompt_ids()),
+            past_key_values=DynamicCache(config=target.config),
             max_new_tokens=9,
-            do_sample=False,
             return_dict_in_generate=True,
             **extra,
         )
         assert first.past_key_values.get_seq_length() == 15
-        second = torch.cat([first.sequences, prompt_ids(5, seed=8)], dim=1)
-        out = target.generate(
-            second, past_key_values=first.past_key_values, max_new_tokens=15, do_sample=False, **extra
-        )
-        fresh = target.generate(second, max_new_tokens=15, do_sample=False)
-        assert out.tolist() == fresh.tolist()
-        texts.append(out.tolist())
-    assert texts[0] == texts[1]
+        second = as_inputs(torch.cat([first.sequences, prompt_ids(5, seed=8)], dim=1))
+        out = target.generate(**second, past_key_values=first.past_key_values, max_new_tokens=15, **extra)
+        assert out.tolist() == target.generate(**second, max_new_tokens=15, do_sample=False).tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -662,7 +661,9 @@ def test_hooks_are_removed():
 def test_too_many_drafts_are_refused():
     target = make_target()
     drafter = make_drafter(target)
-    drafter.draft = lambda *args, **kwargs: DraftOutput(torch.zeros(1, 40, dtype=torch.long), torch.zeros(1, 40, VOCAB))
+    drafter.draft = lambda *args, **kwargs: DraftOutput(
+        torch.zeros(1, 40, dtype=torch.long), torch.zeros(1, 40, VOCAB)
+    )
     with pytest.raises(ValueError, match="max_drafts"):
         target.generate(prompt_ids(), max_new_tokens=8, assistant_model=drafter)
 

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
 from domino_spec.smollm2_target import smollm2_path
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,581 @@
+"""Training: what is supervised, which blocks are seen, the curriculum, and tau that means what decoding does."""
+
+import json
+import lzma
+
+import pytest
+import torch
+from conftest import BLOCK, MASK_ID, VOCAB, make_drafter, make_target, prompt_ids
+from datasets import Dataset
+from domino_spec.answer_prompts import answer, answer_batch, load_answers, pack, prompt_key, read_jsonl
+from domino_spec.data_domino import (
+    BlockCollator,
+    block_attention_mask,
+    first_anchors,
+    load_rows,
+    prepare_dataset,
+    sample_anchors,
+    tokenize_row,
+)
+from domino_spec.modeling_domino import target_logits
+from domino_spec.objective_domino import (
+    DominoObjective,
+    FeatureScale,
+    initialise_from_target,
+    simulated_rounds,
+    simulated_tau,
+    target_states,
+)
+from domino_spec.train_peft import Curriculum, DominoTrainer, DominoTrainingConfig, frequent_ids
+from torch.nn import functional as F
+
+
+class FakeTokenizer:
+    """Letters are ids 0 to 25; a chat template with role marks and an end mark; ids beyond are special."""
+
+    pad_token_id, eos_token_id, bos, end = 62, 63, 61, 59
+    roles = {"system": 50, "user": 51, "assistant": 52}
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [self.bos] * add_special_tokens + [ord(letter) - 97 for letter in text]}
+
+    def apply_chat_template(self, messages, add_generation_prompt=False, return_dict=True):
+        ids = [self.bos]
+        for message in messages:
+            ids += [self.roles[message["role"]], *self(message["content"], False)["input_ids"], self.end]
+        return {"input_ids": ids + [self.roles["assistant"]] * add_generation_prompt}
+
+    def save_pretrained(self, directory):
+        pass
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------
+
+CHAT = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "cd"},
+    {"role": "user", "content": "e"},
+    {"role": "assistant", "content": "f"},
+]
+CHAT_IDS = [61, 51, 0, 1, 59, 52, 2, 3, 59, 51, 4, 59, 52, 5, 59]
+
+
+@pytest.mark.parametrize(
+    ("row", "ids", "supervised"),
+    [
+        ({"prompt_ids": [1, 2], "completion_ids": [3, 4]}, [1, 2, 3, 4], [0, 0, 1, 1]),
+        ({"input_ids": [1, 2, 3]}, [1, 2, 3], [1, 1, 1]),
+        ({"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}, [1, 2, 3], [0, 1, 1]),
+        ({"messages": CHAT}, CHAT_IDS, [0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]),
+        ({"prompt": "ab", "completion": "cd"}, [61, 0, 1, 2, 3], [0, 0, 0, 1, 1]),
+        ({"prompt": CHAT[:3], "completion": CHAT[3:]}, CHAT_IDS, [0] * 13 + [1, 1]),
+        ({"text": "abc"}, [61, 0, 1, 2], [1, 1, 1, 1]),
+        ({"text": None, "messages": CHAT[:2]}, CHAT_IDS[:9], [0] * 6 + [1] * 3),
+    ],
+)
+def test_tokenize_row(row, ids, supervised):
+    assert tokenize_row(row, FakeTokenizer()) == {"input_ids": ids, "supervised": supervised}
+
+
+def test_unknown_rows_are_named():
+    with pytest.raises(ValueError, match=r"columns \['answer', 'question'\].*expected `messages`"):
+        tokenize_row({"question": "a", "answer": "b"}, FakeTokenizer())
+
+
+def test_prepare_dataset_drops_rows_that_cannot_teach():
+    rows = Dataset.from_list(
+        [
+            {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5]},
+            {"prompt_ids": [1, 2, 3, 4, 5, 6, 7], "completion_ids": [3, 4]},  # the answer lies past the cut
+            {"prompt_ids": [1, 2], "completion_ids": [3]},  # nothing after its only anchor
+            {"prompt_ids": [1, 2, 3, 4], "completion_ids": [5, 6, 7, 8]},  # cut, still useful
+        ]
+    )
+    useful, dropped = prepare_dataset(rows, FakeTokenizer(), max_length=6)
+    assert dropped == 2
+    assert useful["input_ids"][:] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
+    assert useful["supervised"][:] == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
+
+
+def test_collator_pads_on_the_right():
+    batch = BlockCollator(62)(
+        [{"input_ids": [1, 2, 3], "supervised": [0, 1, 1]}, {"input_ids": [4], "supervised": [1]}]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 62, 62]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["supervised"].tolist() == [[0, 1, 1], [1, 0, 0]]
+
+
+# Anchors and blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("supervised", "anchors"),
+    [
+        ([0, 0, 1, 1, 1], [2, 3]),
+        ([1, 1, 1], [1]),
+        ([0, 0, 0], []),
+        ([0, 0, 1], []),
+        ([0, 1, 0, 1, 1, 0, 1], [3]),
+    ],
+)
+def test_first_anchors(supervised, anchors):
+    assert first_anchors(torch.tensor([supervised]))[0].nonzero()[:, 0].tolist() == anchors
+
+
+def test_sample_anchors():
+    valid = torch.zeros(3, 20, dtype=torch.bool)
+    valid[0, 3:15] = True
+    valid[1, 7] = True
+    anchors, kept = sample_anchors(valid, 5, torch.Generator().manual_seed(0))
+    assert anchors.shape == kept.shape == (3, 5)
+    assert kept.sum(-1).tolist() == [5, 1, 0]
+    assert anchors[1][kept[1]].tolist() == [7]
+    chosen = anchors[0].tolist()
+    assert chosen == sorted(set(chosen)) and all(3 <= anchor < 15 for anchor in chosen)
+    again, _ = sample_anchors(valid, 5, torch.Generator().manual_seed(0))
+    other, _ = sample_anchors(valid, 5, torch.Generator().manual_seed(1))
+    assert torch.equal(again, anchors) and not torch.equal(other, anchors)
+    anchors, kept = sample_anchors(valid, 99)
+    assert anchors[0][kept[0]].tolist() == list(range(3, 15))
+    counts = torch.zeros(20)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(600):
+        counts[sample_anchors(valid[:1], 3, generator)[0][0]] += 1
+    assert counts[3:15].min() > 100 and counts.sum() == 1800
+
+
+def test_block_mask_equals_the_naive_one():
+    anchors, length, size = torch.tensor([[2, 5], [1, 4]]), 7, 3
+    real = torch.ones(2, length, dtype=torch.bool)
+    real[1, 3:] = False
+    mask = block_attention_mask(anchors, size, real)
+    assert mask.shape == (2, 1, 2 * size, length + 2 * size)
+    for row in range(2):
+        for query in range(2 * size):
+            block = query // size
+            for key in range(length + 2 * size):
+                if key < length:
+                    expected = key < anchors[row, block] and bool(real[row, key])
+                else:
+                    expected = (key - length) // size == block
+                assert bool(mask[row, 0, query, key]) == bool(expected), (row, query, key)
+
+
+def one_row(target, length: int = 40, prompt: int = 7):
+    """A row as decoding writes it, for training and for simulated rounds."""
+    ids = target.generate(prompt_ids(prompt), max_new_tokens=length - prompt, do_sample=False)
+    return {"input_ids": ids[0].tolist(), "supervised": [0] * prompt + [1] * (length - prompt)}
+
+
+def batch_of(*rows) -> dict[str, torch.Tensor]:
+    return BlockCollator(62)(list(rows))
+
+
+# Loss ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def naive_loss(objective, batch, anchors, lam):
+    """Block by block and draft by draft, each block alone and through its own target forward."""
+    drafter, target, config = objective.drafter, objective.target, objective.config
+    totals, weight_sum = {"base": 0.0, "final": 0.0}, 0.0
+    for row, supervised, mask, places in zip(
+        batch["input_ids"], batch["supervised"], batch["attention_mask"], anchors, strict=True
+    ):
+        ids = row[: int(mask.sum())][None]
+        states = target_states(target, config.target_layer_ids, ids, torch.ones_like(ids))
+        for anchor in places.tolist():
+            block = torch.full((1, BLOCK), MASK_ID)
+            block[0, 0] = ids[0, anchor]
+            table = target.get_input_embeddings()
+            slots = torch.arange(BLOCK)[None]
+            z = drafter(table(block), states.tapped[:, :anchor], anchor + slots, torch.arange(anchor)[None])
+            z = z[:, config.first_draft_slot :]
+            base = target_logits(target, z)
+            prefix = torch.nn.functional.pad(ids[:, anchor:], (0, BLOCK))[:, : config.num_drafts]
+            final = drafter.correct_block(base, z, table(prefix))
+            for k in range(1, config.num_drafts + 1):
+                if anchor + k >= ids.shape[1] or not supervised[anchor + k]:
+                    break
+                weight = float(torch.exp(torch.tensor(-(k - 1) / objective.gamma)))
+                weight_sum += weight
+                for name, logits in (("base", base), ("final", final)):
+                    label = ids[0, anchor + k]
+                    loss = F.cross_entropy(logits[0, k - 1], label)
+                    if objective.distill_weight:
+                        teacher = target.lm_head(states.final[0, anchor + k - 1]).log_softmax(-1)
+                        log_q = logits[0, k - 1].log_softmax(-1)
+                        kl = (teacher.exp() * (teacher - log_q)).sum()
+                        loss = (1 - objective.distill_weight) * loss + objective.distill_weight * kl
+                    totals[name] += weight * float(loss)
+    return (lam * totals["base"] + (1 - lam) * totals["final"]) / weight_sum
+
+
+@pytest.mark.parametrize("shift_label", [True, False])
+@pytest.mark.parametrize("encoder", ["gru", "attention"])
+@pytest.mark.parametrize(
+    ("lam", "distill_weight", "prefix"), [(1.0, 0.0, 1), (0.3, 0.0, 0), (0.0, 0.0, 2), (0.4, 0.6, 1)]
+)
+def test_loss_equals_the_naive_one(encoder, shift_label, lam, distill_weight, prefix):
+    target = make_target("qwen3")
+    drafter = make_drafter(target, causal_encoder=encoder, shift_label=shift_label, pure_draft_prefix_len=prefix)
+    objective = DominoObjective(drafter, target, gamma=3.0, distill_weight=distill_weight)
+    rows = [{"input_ids": prompt_ids(18, seed=1)[0].tolist(), "supervised": [0] * 4 + [1] * 14}]
+    rows.append({"input_ids": prompt_ids(12, seed=2)[0].tolist(), "supervised": [0] * 3 + [1] * 5 + [0] * 2 + [1] * 2})
+    batch, anchors = batch_of(*rows), torch.tensor([[4, 9, 15], [3, 5, 10]])
+    result = objective(**batch, lam=lam, anchors=anchors)
+    assert result["loss"].item() == pytest.approx(naive_loss(objective, batch, anchors, lam), rel=1e-4)
+
+
+def test_vocabulary_estimate_with_all_ids_is_the_full_loss():
+    target = make_target()
+    drafter = make_drafter(target)
+    batch = batch_of(one_row(target), one_row(target, 25))
+    anchors = torch.tensor([[8, 14, 20, 30], [7, 10, 12, 20]])
+    full = DominoObjective(drafter, target)(**batch, lam=0.5, anchors=anchors)
+    full["loss"].backward()
+    gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
+    for ids, negatives in ((torch.arange(VOCAB), 8), (torch.arange(0, VOCAB, 3), VOCAB)):
+        drafter.zero_grad()
+        objective = DominoObjective(drafter, target, frequent_ids=ids, num_negatives=negatives)
+        torch.manual_seed(0)
+        if len(ids) == VOCAB:
+            estimate = objective(**batch, lam=0.5, anchors=anchors)
+        else:
+            # Drawn with repetition, some ids are missing and some counted twice; take each once instead.
+            objective.softmax_ids = lambda labels: (torch.randperm(VOCAB), torch.zeros(VOCAB))
+            estimate = objective(**batch, lam=0.5, anchors=anchors)
+        assert estimate["loss"].item() == pytest.approx(full["loss"].item(), rel=1e-5)
+        estimate["loss"].backward()
+        for name, parameter in drafter.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
+        assert estimate["final_hits"].tolist() == full["final_hits"].tolist()
+
+
+def test_vocabulary_estimate_is_close_on_average():
+    target = make_target()
+    objective = DominoObjective(make_drafter(target), target)
+    batch, anchors = batch_of(one_row(target)), torch.tensor([[8, 14, 20, 30]])
+    full = objective(**batch, lam=0.5, anchors=anchors)["loss"].item()
+    objective.frequent_ids, objective.num_negatives = torch.arange(10), 16
+    torch.manual_seed(0)
+    estimates = [objective(**batch, lam=0.5, anchors=anchors)["loss"].item() for _ in range(40)]
+    assert sum(estimates) / 40 == pytest.approx(full, rel=0.1)
+    assert all(abs(estimate - full) > 1e-6 for estimate in estimates)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.5, 0.0])
+def test_batches_without_an_anchor_train_nothing_and_do_not_crash(lam):
+    """F13: rows shorter than a block, without answer, or with one supervised token; then one with one anchor."""
+    target = make_target()
+    drafter = make_drafter(target)
+    objective = DominoObjective(drafter, target)
+    barren = [
+        {"input_ids": [1, 2, 3], "supervised": [0, 0, 0]},
+        {"input_ids": [1, 2, 3, 4], "supervised": [0, 0, 0, 1]},
+    ]
+    result = objective(**batch_of(*barren), lam=lam)
+    assert result["loss"].item() == 0 and result["counts"].sum() == 0
+    result["loss"].backward()
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+    single = {"input_ids": [1, 2, 3, 4], "supervised": [0, 0, 1, 1]}
+    result = objective(**batch_of(*barren, single), lam=lam)
+    assert result["loss"].item() > 0
+    assert result["counts"].tolist() == [1] + [0] * (BLOCK - 1)
+    result["loss"].backward()
+    assert drafter.fc.weight.grad.any()
+
+
+def test_only_some_parameters_get_gradients():
+    """The target is never trained; with lambda 1 the head is left out, below 1 it learns."""
+    target = make_target()
+    drafter = make_drafter(target)
+    objective = DominoObjective(drafter, target)
+    assert not any("target" in name for name, _ in objective.named_parameters())
+    target.requires_grad_(False)
+    batch = batch_of(one_row(target))
+    head = {id(p) for module in drafter.head_modules() for p in module.parameters()}
+    for lam in (1.0, 0.5):
+        objective.zero_grad()
+        objective(**batch, lam=lam, num_anchors=4)["loss"].backward()
+        for name, parameter in drafter.named_parameters():
+            trained = parameter.grad is not None and bool(parameter.grad.any())
+            assert trained == (lam < 1 or id(parameter) not in head), name
+    assert all(p.grad is None for p in target.parameters())
+
+
+# Rounds -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accepted", "first", "end", "expected"),
+    [
+        ([0, 0, 0, 0], 3, 7, (4, 4)),
+        ([2, 9, 9, 1], 3, 8, (5, 2)),  # 3 -> 6 -> 8
+        ([5, 0, 0, 0], 3, 7, (4, 1)),  # the block is cut by the end
+        ([1, 9, 0, 9], 3, 7, (4, 3)),  # 3 -> 5 -> 6 -> 7 (the last two: 0 and cut 9)
+        ([3, 0, 0, 0], 3, 7, (4, 1)),
+    ],
+)
+def test_simulated_rounds(accepted, first, end, expected):
+    anchors = list(range(first, first + len(accepted)))
+    assert simulated_rounds(torch.tensor(accepted), anchors, end) == expected
+
+
+def train_a_little(target, drafter, row, steps: int):
+    objective = DominoObjective(drafter, target)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    batch = batch_of(row)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        loss = objective(**batch, lam=1 - step / steps, num_anchors=16, generator=generator)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return objective
+
+
+@pytest.mark.parametrize(("encoder", "shift_label", "prefix"), [("gru", True, 1), ("attention", False, 0)])
+def test_simulated_acceptance_equals_real_decoding(encoder, shift_label, prefix):
+    """A half-trained drafter: what the objective counts at each anchor is what the loop accepts there."""
+    target = make_target("qwen3")
+    drafter = make_drafter(
+        target,
+        causal_encoder=encoder,
+        shift_label=shift_label,
+        pure_draft_prefix_len=prefix,
+        initializer_range=0.05,
+    )
+    row = one_row(target, 60)
+    objective = train_a_little(target, drafter, row, 60)
+    lengths, anchors = objective.accepted_lengths(row)
+    assert anchors == list(range(7, 59))
+    assert 1 < len(set(lengths["final"].tolist()))
+    for name, use_head in (("final", True), ("base", False)):
+        drafter.generation_config.use_head = use_head
+        target.generate(
+            torch.tensor([row["input_ids"][:7]]), max_new_tokens=53, do_sample=False, assistant_model=drafter
+        )
+        stats = drafter.last_speculation
+        place, expected = 7, []
+        while place < 59:
+            expected.append(min(int(lengths[name][place - 7]) + 1, 59 - place))
+            place += expected[-1]
+        assert stats.acceptance_lengths == [expected]
+        assert simulated_rounds(lengths[name], anchors, 59) == (52, stats.num_rounds)
+        assert simulated_tau(objective, [row])[f"tau_{name}"] == pytest.approx(stats.mean_acceptance_length)
+
+
+# Curriculum ---------------------------------------------------------------------------------------------------------
+
+
+def test_lambda_schedule():
+    paper = Curriculum(100, stage1_ratio=0.0, lambda_decay_ratio=1.0, head_warmup_ratio=0.1)
+    assert paper.lam(0) == 1.0 and paper.lam(50) == 0.5 and paper.lam(99) == pytest.approx(0.01)
+    assert paper.head_factor(0) == pytest.approx(0.1) and paper.head_factor(9) == paper.head_factor(60) == 1.0
+    staged = Curriculum(100, stage1_ratio=0.4, lambda_decay_ratio=0.5, head_warmup_ratio=0.1)
+    assert staged.stage1_steps == 40
+    assert [staged.lam(step) for step in (0, 39, 40, 55, 70, 99)] == [1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
+    assert [staged.head_factor(step) for step in (0, 39)] == [0.0, 0.0]
+    assert staged.head_factor(40) == pytest.approx(1 / 6) and staged.head_factor(45) == 1.0
+    abrupt = Curriculum(10, stage1_ratio=0.5, lambda_decay_ratio=0.0, head_warmup_ratio=0.0)
+    assert [abrupt.lam(step) for step in (4, 5)] == [1.0, 0.0] and abrupt.head_factor(5) == 1.0
+    assert Curriculum(10, 1.0, 1.0, 0.1).lam(9) == 1.0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stage1_ratio": 1.5}, {"lambda_decay_ratio": -1}, {"num_anchors": 0}, {"distill_weight": 2}]
+)
+def test_ratios_out_of_range(changes, tmp_path):
+    name = next(iter(changes))
+    with pytest.raises(ValueError, match=f"{name} is"):
+        DominoTrainingConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
+
+
+def test_trainer_freezes_the_head_in_stage_one(tmp_path):
+    target = make_target().requires_grad_(False)
+    drafter = make_drafter(target)
+    rows = Dataset.from_list([one_row(target, 30), one_row(target, 25)])
+    args = DominoTrainingConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=8,
+        per_device_train_batch_size=2,
+        stage1_ratio=0.5,
+        head_warmup_ratio=0.5,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        learning_rate=1e-3,
+        num_anchors=8,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    scale = FeatureScale.measure(drafter, target, [batch_of(*rows)])
+    scale.attach()
+    trainer = DominoTrainer(
+        DominoObjective(drafter, target), args, scale, train_dataset=rows, data_collator=BlockCollator(62)
+    )
+    before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+    head = {name for name in before if name.startswith(("prefix_gru", "embed_proj"))}
+    frozen = {name: p.detach().clone() for name, p in target.named_parameters()}
+    seen = []
+    compute = trainer.compute_loss
+
+    def watching(model, inputs, **kwargs):
+        moved = {name for name, p in drafter.named_parameters() if not torch.equal(p, before[name])}
+        free = {name for name, p in drafter.named_parameters() if p.requires_grad}
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        seen.append((moved, free, rates))
+        return compute(model, inputs, **kwargs)
+
+    trainer.compute_loss = watching
+    trainer.train()
+    assert len(seen) == 8
+    for step, (moved, free, rates) in enumerate(seen):
+        # The head is free from step 4 on; lambda is still 1 there, so its first gradient is step 5's.
+        assert (not moved & head) == (step <= 5), step
+        assert bool(moved - head) == (step > 0), step
+        assert free == (set(before) if step >= 4 else set(before) - head), step
+        assert rates[0] == pytest.approx(1e-3)
+        assert rates[1] == pytest.approx(1e-3 * [0, 0, 0, 0, 0.5, 1, 1, 1][step])
+    assert {name for name, p in drafter.named_parameters() if torch.equal(p, before[name])} == set()
+    assert all(torch.equal(p, frozen[name]) for name, p in target.named_parameters())
+    logged = [entry["lambda"] for entry in trainer.curve if "lambda" in entry]
+    assert logged == [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert all(entry["base_loss"] > 0 for entry in trainer.curve if "lambda" in entry)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved = type(drafter).from_pretrained(tmp_path / "saved")
+    assert not torch.allclose(saved.fc.weight, drafter.fc.weight)
+    scale.fold()
+    torch.testing.assert_close(saved.fc.weight, drafter.fc.weight)
+    assert (tmp_path / "saved" / "training_curve.jsonl").exists()
+
+
+def test_frequent_ids():
+    rows = [{"input_ids": [1, 2, 2, 3, 3, 3], "supervised": [0, 1, 1, 1, 1, 1]}, {"input_ids": [1], "supervised": [0]}]
+    assert frequent_ids(rows, 2).tolist() == [3, 2]
+
+
+# Feature scale ------------------------------------------------------------------------------------------------------
+
+
+def test_feature_scale_changes_nothing_in_function():
+    target = make_target()
+    drafter = make_drafter(target)
+    batches = [batch_of(one_row(target, 20), one_row(target, 14)), batch_of(one_row(target, 25))]
+    scale = FeatureScale.measure(drafter, target, batches)
+    kept = []
+    for batch in batches:
+        states = target_states(target, drafter.config.target_layer_ids, batch["input_ids"], batch["attention_mask"])
+        for row, mask in zip(states.tapped, batch["attention_mask"], strict=True):
+            kept.append(row[1 : int(mask.sum())])
+    torch.testing.assert_close(scale.scale, torch.cat(kept).square().mean(0).sqrt())
+    raw = drafter.fc.weight.detach().clone()
+    features = torch.cat(kept)[:5] * 3
+    with torch.no_grad():
+        expected = drafter.fc(features)
+        scale.attach()
+        assert not torch.allclose(drafter.fc.weight, raw)
+        torch.testing.assert_close(drafter.fc(features), expected, rtol=1e-4, atol=1e-5)
+        with scale.folded():
+            torch.testing.assert_close(drafter.fc.weight, raw)
+            torch.testing.assert_close(drafter.fc(features), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(drafter.fc(features), expected, rtol=1e-4, atol=1e-5)
+        scale.fold()
+        torch.testing.assert_close(drafter.fc.weight, raw)
+        assert not drafter.fc._forward_pre_hooks
+
+
+def test_initialise_from_target():
+    target = make_target("qwen3")
+    drafter = make_drafter(target)
+    initialise_from_target(drafter, target, [1, 3])
+    for ours, i in zip(drafter.layers, (1, 3), strict=True):
+        theirs = target.model.layers[i].state_dict()
+        assert all(torch.equal(p, theirs[name]) for name, p in ours.named_parameters())
+    with pytest.raises(ValueError, match="init_layers_from_target"):
+        initialise_from_target(drafter, target, [1])
+    with pytest.raises(ValueError, match="init_layers_from_target"):
+        initialise_from_target(drafter, target, [1, 4])
+
+
+# Answers ------------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"target": "Tiny", "dtype": "float32", "max_new_tokens": 8, "do_sample": False}
+PROMPTS = [{"messages": CHAT[:1]}, {"messages": CHAT}, {"prompt": "hello"}, {"prompt": "abcdefgh"}, {"prompt": "zz"}]
+
+
+def answers_of(path) -> dict:
+    return {row["key"]: row for row in list(read_jsonl(path))[1:]}
+
+
+def test_answers_are_the_targets_own(tmp_path):
+    target = make_target()
+    ids = [[5, 9, 2], [4, 4, 4, 4, 4, 1]]
+    plain = [target.generate(torch.tensor([row]), max_new_tokens=8, do_sample=False)[0].tolist() for row in ids]
+    free = answer_batch(target, ids, 62, max_new_tokens=8, do_sample=False)
+    assert free == [text[len(row) :] for text, row in zip(plain, ids, strict=True)]
+    end = free[0][3]
+    target.generation_config.eos_token_id = [end, 63]
+    first = free[0].index(end)
+    assert answer_batch(target, ids, 62, max_new_tokens=8, do_sample=False)[0] == free[0][: first + 1]
+
+
+def test_answering_resumes_after_an_interruption(tmp_path):
+    target, tokenizer = make_target(), FakeTokenizer()
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS, 2)
+    expected = answers_of(whole)
+    assert len(expected) == 5
+    first = expected[prompt_key(tokenizer.apply_chat_template(CHAT[:1], True)["input_ids"])]
+    assert first["prompt_ids"] == [61, 51, 0, 1, 59, 52] and len(first["completion_ids"]) == 8
+    # A conversation that ends with an answer is asked again without it.
+    assert [61, 51, 0, 1, 59, 52, 2, 3, 59, 51, 4, 59, 52] in [row["prompt_ids"] for row in expected.values()]
+
+    data = whole.read_bytes()
+    places = [i for i, byte in enumerate(data) if byte == 10]
+    for cut in (5, places[0] + 1, places[1] + 20, places[3] + 1, len(data) - 3):
+        broken.write_bytes(data[:cut])
+        generate, calls = target.generate, []
+
+        def counting(*args, generate=generate, calls=calls, **kwargs):
+            calls.append(kwargs["input_ids"].shape[0])
+            return generate(*args, **kwargs)
+
+        target.generate = counting
+        answer(target, tokenizer, iter(PROMPTS), str(broken), SETTINGS, 2)
+        del target.generate
+        assert answers_of(broken) == expected
+        assert sum(calls) == 5 - max(0, data[:cut].count(b"\n") - 1)
+        assert json.loads(broken.read_text().splitlines()[0]) == {"settings": SETTINGS}
+    before = whole.read_bytes()
+    answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS, 2)
+    assert whole.read_bytes() == before
+    with pytest.raises(ValueError, match="same settings to resume"):
+        answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS | {"max_new_tokens": 9}, 2)
+
+
+def test_packed_answers_join_their_prompts(tmp_path):
+    target, tokenizer = make_target(), FakeTokenizer()
+    path, prompts = tmp_path / "answers.jsonl", tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    answer(target, tokenizer, read_jsonl(prompts), str(path), SETTINGS, 2)
+    packed = pack(str(path))
+    assert "prompt_ids" not in lzma.open(packed, "rt").read()
+    plain = load_answers(path)
+    assert load_answers(packed, tokenizer, prompts) == [
+        {"key": row["key"], "completion_ids": row["completion_ids"], "prompt_ids": row["prompt_ids"]} for row in plain
+    ]
+    rows = load_rows(packed, tokenizer, prompts_file=prompts)
+    assert tokenize_row(rows[0], tokenizer) == tokenize_row(plain[0], tokenizer)
+    with pytest.raises(ValueError, match="without their prompts"):
+        load_answers(packed, tokenizer)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "qqq"}) + "\n")
+    with pytest.raises(ValueError, match="none of the answers"):
+        load_answers(packed, tokenizer, other)
+    with pytest.raises(FileNotFoundError, match="no dataset file"):
+        load_rows(str(tmp_path / "nothing.jsonl"), tokenizer)
