@@ -1,14 +1,9 @@
 """Domino: speculative decoding with a parallel drafter and a causal correction head."""
 
 from .configuration_domino import DominoConfig
-from .generation_domino import (
-    DominoGenerationConfig,
-    DraftOutput,
-    SpeculationStats,
-    install_dispatch,
-    remove_dispatch,
-)
+from .generation_domino import install_dispatch, remove_dispatch
 from .modeling_domino import DominoCache, DominoForSpeculation
+from .speculation_domino import DominoGenerationConfig, DraftOutput, SpeculationStats
 
 __all__ = [
     "DominoCache",

@@ -24,14 +24,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_domino import DominoConfig, public_name
-from .generation_domino import (
+from .generation_domino import install_dispatch, speculative_decode
+from .speculation_domino import (
     DominoGenerationConfig,
     DraftOutput,
     SpeculationStats,
-    install_dispatch,
     process_logits,
     sample_from_logits,
-    speculative_decode,
 )
 
 

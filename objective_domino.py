@@ -334,18 +334,33 @@ def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> tu
     return kept, rounds
 
 
+def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
+    """First and last position of every run of supervised tokens: a chat's answers are decoded one by one."""
+    spans, start = [], None
+    for i, flag in enumerate([*supervised, 0]):
+        if flag and start is None:
+            start = i
+        elif not flag and start is not None:
+            spans.append((start, i - 1))
+            start = None
+    return spans
+
+
 def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
     """tau of base and final logits over held-out rows, and the per-anchor means beside them."""
     kept, rounds = {"base": 0, "final": 0}, {"base": 0, "final": 0}
     means: dict[str, list[float]] = {"base": [], "final": []}
     for row in rows:
         lengths, anchors = objective.accepted_lengths(row)
-        end = max(i for i, flag in enumerate(row["supervised"]) if flag)
         for name, accepted in lengths.items():
-            tokens, steps = simulated_rounds(accepted, anchors, end)
-            kept[name] += tokens
-            rounds[name] += steps
             means[name] += (accepted + 1).tolist()
+            for first, end in answer_spans(row["supervised"]):
+                inside = [i for i, anchor in enumerate(anchors) if first <= anchor < end]
+                if inside:
+                    part = slice(inside[0], inside[-1] + 1)
+                    tokens, steps = simulated_rounds(accepted[part], anchors[part], end)
+                    kept[name] += tokens
+                    rounds[name] += steps
     result = {f"tau_{name}": kept[name] / max(rounds[name], 1) for name in kept}
     return result | {f"anchor_mean_{name}": sum(x) / max(len(x), 1) for name, x in means.items()}
 

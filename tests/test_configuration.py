@@ -173,7 +173,7 @@ def test_published_layout_loads(tmp_path):
     written |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 2}
     del written["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(written))
-    for name in ("generation_config.json", "modeling_domino.py", "configuration_domino.py", "generation_domino.py"):
+    for name in ("generation_config.json", "modeling_domino.py", "configuration_domino.py", "speculation_domino.py"):
         (tmp_path / name).unlink()
     loaded, info = DominoForSpeculation.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

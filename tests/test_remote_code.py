@@ -11,7 +11,13 @@ from conftest import make_drafter, make_target, prompt_ids
 from domino_spec import modeling_domino
 
 REPOSITORY = Path(modeling_domino.__file__).parent
-CODE_FILES = ("configuration_domino.py", "generation_domino.py", "modeling_domino.py", "custom_generate/generate.py")
+CODE_FILES = (
+    "configuration_domino.py",
+    "speculation_domino.py",
+    "generation_domino.py",
+    "modeling_domino.py",
+    "custom_generate/generate.py",
+)
 
 # Runs with `python -I`, in an empty directory; `domino_spec` cannot be imported there, whatever is installed.
 PREAMBLE = """

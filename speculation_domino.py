@@ -1,0 +1,273 @@
+"""What a round of speculation is made of: drafting knobs, proposals and their laws, acceptance, statistics.
+
+Imports neither modeling nor training code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process
+
+KNOBS: dict[str, Any] = {
+    "num_assistant_tokens": None,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+    "rollout": "sequential",
+    "refinement_steps": None,
+    "candidate_pool_size": 0,
+    "use_head": True,
+    "synchronize_timers": False,
+}
+ROLLOUTS = ("sequential", "parallel")
+SCHEDULES = ("constant",)
+
+# Processors that look at the logits alone: all rows and positions go through them in one call.
+PREFIX_FREE = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "SuppressTokensLogitsProcessor",
+    )
+)
+# Processors that know rows by their number in the batch; a caller's own may, so they count among these.
+ROW_NUMBERED = (
+    logits_process.PrefixConstrainedLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+)
+# Processors with a memory of the calls made to them: they may only ever see committed prefixes, each once.
+STATEFUL = (
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+)
+
+
+class DominoGenerationConfig(GenerationConfig):
+    """Drafting knobs, loaded and saved as the drafter's `generation_config.json`.
+
+    Args:
+        num_assistant_tokens (int, optional): most drafts a round; None drafts whole blocks.
+        num_assistant_tokens_schedule (str): `"constant"`.
+        assistant_confidence_threshold (float, 0 to 1): stop drafting once the product of the drafts' probabilities is
+            below it in every row; 0 never stops.
+        rollout (str): `"sequential"` corrects token after token (exact); `"parallel"` corrects the whole block from
+            its current guess, repeatedly (greedy without processors only; sampling always goes token by token, since
+            each token must be drawn from exactly the law reported for it).
+        refinement_steps (int, optional): most passes of the parallel rollout; None passes until nothing changes.
+        candidate_pool_size (int): correct only so many best base ids of a slot; 0 corrects all.
+        use_head (bool): False drafts with the backbone alone.
+        synchronize_timers (bool): wait for the device before every reading of the clock.
+
+    Raises:
+        ValueError: a knob out of range.
+    """
+
+    def __init__(self, **kwargs):
+        knobs = {name: kwargs.pop(name, default) for name, default in KNOBS.items()}
+        super().__init__(**kwargs)
+        for name, value in knobs.items():
+            setattr(self, name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raise one sentence for the first knob that cannot work."""
+        if self.rollout not in ROLLOUTS:
+            raise ValueError(f"rollout is {self.rollout!r}; expected one of {ROLLOUTS}.")
+        if self.num_assistant_tokens_schedule not in SCHEDULES:
+            raise ValueError(
+                f"num_assistant_tokens_schedule is {self.num_assistant_tokens_schedule!r}; "
+                f"expected one of {SCHEDULES}."
+            )
+        for name, least in (("num_assistant_tokens", 1), ("refinement_steps", 1), ("candidate_pool_size", 0)):
+            value = getattr(self, name)
+            if value is None and name != "candidate_pool_size":
+                continue
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}.")
+        if not 0 <= (self.assistant_confidence_threshold or 0) <= 1:
+            raise ValueError(
+                f"assistant_confidence_threshold is {self.assistant_confidence_threshold!r}; expected 0 to 1."
+            )
+
+
+@dataclass
+class DraftOutput:
+    """Proposals of one round.
+
+    Args:
+        token_ids (int `[batch, n]`): the drafts.
+        logits (float `[batch, n, V]`): after processors; softmax gives exactly the q each token was drawn from.
+    """
+
+    token_ids: torch.LongTensor
+    logits: torch.Tensor
+
+
+@dataclass
+class SpeculationStats:
+    """What one `generate` call drafted and kept.
+
+    Args:
+        acceptance_lengths (list[list[int]]): per row, tokens kept in each round, bonus included; the prefill's token
+            belongs to no round.
+        num_rounds (int): verification forwards.
+        num_drafted, num_accepted (int): drafts proposed, drafts kept.
+        draft_seconds, verify_seconds, total_seconds (float): wall clock; exact on an asynchronous device only with
+            `synchronize_timers`.
+        accepted_at (list[int]): over all rows, rounds in which draft i was kept.
+        accepted_drafts (list[list[int]]): per row, drafts kept in each round; the rest of the round's tokens is the
+            target's own.
+    """
+
+    acceptance_lengths: list[list[int]] = field(default_factory=list)
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+    accepted_at: list[int] = field(default_factory=list, repr=False)
+    accepted_drafts: list[list[int]] = field(default_factory=list, repr=False)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau: kept tokens / rounds, over all rows; NaN before the first round."""
+        rounds = sum(map(len, self.acceptance_lengths))
+        return sum(map(sum, self.acceptance_lengths)) / rounds if rounds else float("nan")
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Share of all rounds (of all rows) in which draft i was accepted."""
+        rounds = sum(map(len, self.acceptance_lengths))
+        return [count / rounds for count in self.accepted_at]
+
+    def record(self, row: int, drafted: int, accepted: int, kept: int) -> None:
+        """Count one row's round."""
+        self.acceptance_lengths[row].append(kept)
+        self.accepted_drafts[row].append(accepted)
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for i in range(accepted):
+            self.accepted_at[i] += 1
+
+    def __str__(self) -> str:
+        share = self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+        return (
+            f"tau {self.mean_acceptance_length:.2f} over {self.num_rounds} rounds, "
+            f"{self.num_accepted} of {self.num_drafted} drafts accepted ({share:.0%}), "
+            f"draft {self.draft_seconds:.2f} s + verify {self.verify_seconds:.2f} s of {self.total_seconds:.2f} s"
+        )
+
+
+# Acceptance -----------------------------------------------------------------------------------------------------
+
+
+def sample_from_logits(logits: torch.Tensor, do_sample: bool) -> torch.LongTensor:
+    """One token of each law `[..., V]` -> `[...]`: drawn, or the most likely."""
+    if not do_sample:
+        return logits.argmax(-1)
+    probabilities = logits.float().softmax(-1)
+    return torch.multinomial(probabilities.flatten(0, -2), 1).view(logits.shape[:-1])
+
+
+def accept_greedy(drafts: torch.Tensor, target_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leading drafts that equal the target's own choice.
+
+    Args:
+        drafts (int `[batch, n]`), target_scores (float `[batch, n + 1, V]`): position i judges draft i.
+    Returns:
+        num_accepted int `[batch]`; the target's tokens int `[batch, n + 1]`, bonus of a row at its num_accepted.
+    """
+    choices = target_scores.argmax(-1)
+    matches = (drafts == choices[:, :-1]).long()
+    return matches.cumprod(-1).sum(-1), choices
+
+
+def accept_sampled(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rejection sampling: the kept tokens follow the target's law p exactly, whatever q was.
+
+    Draft i is accepted with probability min(1, p/q); at the first rejection the bonus comes from norm(max(0, p - q)),
+    after a whole block from p.
+
+    Args:
+        draft: tokens and their laws; target_scores (float `[batch, n + 1, V]`): processed target logits.
+    Returns:
+        As `accept_greedy`: num_accepted, and tokens `[batch, n + 1]` with the bonus at num_accepted.
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318).
+    """
+    batch_size, n = draft.token_ids.shape
+    rows = torch.arange(batch_size, device=target_scores.device)
+    p = target_scores.float().softmax(-1)
+    tokens = torch.cat([draft.token_ids, draft.token_ids.new_zeros(batch_size, 1)], dim=1)
+    num_accepted = torch.zeros(batch_size, dtype=torch.long, device=p.device)
+    law = p[:, 0]
+    if n:
+        q = draft.logits.float().softmax(-1)
+        chosen = draft.token_ids[:, :, None]
+        p_drafted, q_drafted = p[:, :n].gather(2, chosen)[..., 0], q.gather(2, chosen)[..., 0]
+        accepted = torch.rand_like(p_drafted) * q_drafted < p_drafted
+        num_accepted = accepted.long().cumprod(-1).sum(-1)
+        law = p[rows, num_accepted]
+        rejected = num_accepted < n
+        residual = (law - q[rows, num_accepted.clamp(max=n - 1)]).clamp(min=0)
+        # p == q up to rounding leaves nothing over; a rejection is then a rounding accident, and p itself is right.
+        rejected &= residual.sum(-1) > 0
+        law = torch.where(rejected[:, None], residual, law)
+    tokens[rows, num_accepted] = torch.multinomial(law, 1)[:, 0]
+    return num_accepted, tokens
+
+
+class RowProcessors:
+    """`generate`'s logits processors, applied to rows of different lengths, each with exactly its own prefix."""
+
+    def __init__(self, processors, batch_size: int):
+        self.processors = logits_process.LogitsProcessorList(processors)
+        self.batch_size = batch_size
+        self.active = list(range(batch_size))
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
+        self.row_numbered = batch_size > 1 and any(
+            isinstance(x, ROW_NUMBERED) or type(x).__module__ != logits_process.__name__ for x in processors
+        )
+        self.stateful = any(isinstance(x, STATEFUL) for x in processors)
+
+    def __bool__(self) -> bool:
+        return len(self.processors) > 0
+
+    def __call__(self, rows: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits `[batch, V]` given one committed-or-drafted prefix `[length]` a row."""
+        if not self.processors:
+            return logits
+        if self.prefix_free:
+            return self.processors(rows[0][None], logits)
+        lengths = {len(row) for row in rows}
+        if len(lengths) == 1 and len(rows) == self.batch_size:
+            return self.processors(torch.stack(rows), logits)
+        return torch.cat([self._one_row(i, row[None], logits[i : i + 1]) for i, row in enumerate(rows)])
+
+    def _one_row(self, i: int, row: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not self.row_numbered:
+            return self.processors(row, logits)
+        number = self.active[i]
+        batch = row.expand(self.batch_size, -1).contiguous(), logits.repeat(self.batch_size, 1)
+        return self.processors(*batch)[number : number + 1]
+
+
+def process_logits(processors, rows: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+    """Apply a `RowProcessors`, or any list of processors, to logits `[batch, V]` of rows with these prefixes."""
+    if not isinstance(processors, RowProcessors):
+        processors = RowProcessors(processors, len(rows))
+    return processors(rows, logits)
