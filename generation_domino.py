@@ -194,10 +194,10 @@ class _Rows:
         return tuple(torch.stack([row[i] if i < len(row) else blank for row in kept]) for i in range(steps))
 
 
-def _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length) -> None:
+def _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length, embeds) -> None:
     """One sentence for what this loop cannot do, before anything runs."""
     batch_size, length = input_ids.shape
-    if length == 0:
+    if length == 0 and embeds is None:
         raise ValueError("the prompt is empty; pass at least one token, for example the tokenizer's bos_token.")
     if not generation_config.use_cache:
         raise ValueError("speculative decoding needs the target's cache; leave use_cache at True.")
@@ -252,7 +252,8 @@ def speculative_decode(
     key = cache_key(target, model_kwargs)
     cache = model_kwargs.get(key)
     passed_length = cache.get_seq_length() if cache is not None else 0
-    _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length)
+    embeds = model_kwargs.get("inputs_embeds")
+    _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length, embeds)
     batch_size, device = input_ids.shape[0], input_ids.device
     processors = RowProcessors(logits_processor if logits_processor is not None else [], batch_size)
     rows = _Rows(input_ids, stopping_criteria or [], generation_config, streamer)

@@ -803,3 +803,21 @@ def test_mask_token_in_the_prompt():
     ids = prompt_ids()
     ids[0, 3] = MASK_ID
     assert_equal_text(target, scripted(make_drafter(target), "half", target), as_inputs(ids))
+
+
+@pytest.mark.parametrize("kind", ["oracle", "half"])
+def test_prompt_given_as_embeddings(kind):
+    target = make_target("llama")
+    ids = prompt_ids()
+    embeds = target.get_input_embeddings()(ids)
+    plain = target.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False)
+    right = plain[0].tolist()
+
+    def propose(row, n):
+        tokens = (right[len(row) :] + [0] * n)[:n]
+        return [token if kind == "oracle" or i < 2 else (token + 1) % 58 for i, token in enumerate(tokens)]
+
+    drafter = control(make_drafter(target), propose)
+    drafted = target.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False, assistant_model=drafter)
+    assert torch.equal(plain, drafted)
+    assert drafter.last_speculation.mean_acceptance_length > 1

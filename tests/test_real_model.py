@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from domino_spec.smollm2_target import smollm2_path
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +69,17 @@ def test_head_earns_its_keep(pair):
         taus[use_head] = drafter.last_speculation.mean_acceptance_length
     drafter.generation_config.use_head = True
     assert taus[True] > taus[False] > 1.2, taus
+
+
+def test_pipeline(pair):
+    tokenizer, target, drafter = pair
+    messages = [{"role": "user", "content": PROMPTS[3]}]
+    texts = []
+    for extra in ({}, {"assistant_model": drafter}):
+        answer = pipeline("text-generation", model=target, tokenizer=tokenizer, **extra)
+        texts.append(answer(messages, max_new_tokens=24, do_sample=False)[0]["generated_text"])
+    assert texts[0] == texts[1]
+    assert drafter.last_speculation.num_rounds < 23
 
 
 @pytest.mark.slow
