@@ -25,14 +25,29 @@ def prompt_key(prompt_ids: list[int]) -> str:
     return hashlib.sha256(",".join(map(str, prompt_ids)).encode()).hexdigest()[:16]
 
 
-def read_jsonl(path: str | Path) -> Iterator[dict]:
-    """Rows of a JSONL file, `.xz` included; a last line that was cut off by an interruption is dropped."""
+def read_jsonl(path: str | Path, cut: bool = False) -> Iterator[dict]:
+    """Rows of a JSONL file, `.xz` included.
+
+    Args:
+        cut: drop a last line without its end, which an interrupted writer leaves behind.
+    Raises:
+        ValueError: a line that is no JSON object, with its number.
+    """
     path = Path(path)
     opened = lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else open(path, encoding="utf-8")
     with opened as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+        for number, line in enumerate(file, 1):
+            if not line.strip() or (cut and not line.endswith("\n")):
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"line {number} of '{path}' is no JSON: {error}; expected one object a line."
+                ) from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} of '{path}' is a {type(row).__name__}; expected one object a line.")
+            yield row
 
 
 def tokenize_prompt(row: dict, tokenizer) -> list[int]:
@@ -92,7 +107,7 @@ def answer(target, tokenizer, prompts: Iterator[dict], output_file: str, setting
     output = Path(output_file)
     done = set()
     if output.exists() and output.stat().st_size:
-        rows = list(read_jsonl(output))
+        rows = list(read_jsonl(output, cut=True))
         if rows and rows[0].get("settings") != settings:
             raise ValueError(
                 f"'{output}' was made with {rows[0].get('settings')}, now asked for {settings}; "

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 CAUSAL_ENCODERS = ("gru", "attention")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 # `dflash_config` key of the published layout -> attribute here, the only place where the value lives in memory.
 PUBLISHED_KEYS = {
     "mask_token_id": "mask_token_id",
@@ -49,8 +50,9 @@ def flat_rope_parameters(target_config: Any) -> dict[str, Any]:
     parameters.setdefault("rope_type", "default")
     if parameters.get("rope_theta") is None:
         parameters["rope_theta"] = getattr(target_config, "rope_theta", None) or 10000.0
-    # The draft layers rotate whole heads, whatever share the target rotates.
-    parameters.pop("partial_rotary_factor", None)
+    # The draft layers rotate whole heads; factors per dimension made for a part of the head do not fit them.
+    if parameters.pop("partial_rotary_factor", None) not in (None, 1, 1.0) and "long_factor" in parameters:
+        parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
     return parameters
 
 
@@ -121,11 +123,13 @@ class DominoConfig(PreTrainedConfig):
 
     def __post_init__(self, dflash_config: dict | None = None, **kwargs):
         kwargs.pop("model_type", None)
-        published = dict(dflash_config or {})
-        projector = published.pop("projector_type", "domino")
-        if not projector.startswith("domino"):
+        if dflash_config is not None and not isinstance(dflash_config, dict):
+            raise ValueError(f"dflash_config is {dflash_config!r}; expected an object with projector_type and sizes.")
+        published = dict(dflash_config or {"projector_type": "domino"})
+        projector = published.pop("projector_type", None)
+        if not str(projector).startswith("domino"):
             raise ValueError(
-                f"dflash_config.projector_type is '{projector}'; a Domino drafter has 'domino' there. "
+                f"dflash_config.projector_type is {projector!r}; a Domino drafter has 'domino' there. "
                 "A drafter without a correction head is not one of ours: load it with the library that wrote it."
             )
         for key, attribute in PUBLISHED_KEYS.items():
@@ -136,11 +140,13 @@ class DominoConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             scaling = kwargs.pop("rope_scaling", None) or {}
             self.rope_parameters = {"rope_type": "default", "rope_theta": theta or 10000.0, **scaling}
-        if self.head_dim is None and self.num_attention_heads:
+        self.check_sizes()
+        if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.target_layer_ids is None:
             self.target_layer_ids = default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
-        self.target_layer_ids = list(self.target_layer_ids)
+        if isinstance(self.target_layer_ids, tuple):
+            self.target_layer_ids = list(self.target_layer_ids)
         # Written by configs of ordinary decoders; the draft layers all attend to everything.
         for unused in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
             kwargs.pop(unused, None)
@@ -162,16 +168,29 @@ class DominoConfig(PreTrainedConfig):
         """`"domino"` where SGLang can run the drafter; another name elsewhere, so that it refuses."""
         return "domino" if self.causal_encoder == "gru" and self.pure_draft_prefix_len == 1 else "domino_extended"
 
-    def check(self) -> None:
-        """Raise one sentence for the first value that cannot work."""
+    def check_sizes(self) -> None:
+        """Raise one sentence for the first value that is not an integer of the least size that works."""
         positive = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         positive += ("num_key_value_heads", "head_dim", "num_target_layers", "head_hidden_size", "head_rank")
         for name in positive:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if (type(value) is not int or value < 1) and not (name == "head_dim" and value is None):
                 raise ValueError(f"{name} is {value!r}; expected a positive integer.")
-        if not isinstance(self.block_size, int) or self.block_size < 2:
+        if self.mask_token_id is not None and type(self.mask_token_id) is not int:
+            raise ValueError(f"mask_token_id is {self.mask_token_id!r}; expected an integer.")
+        if type(self.block_size) is not int or self.block_size < 2:
             raise ValueError(f"block_size is {self.block_size!r}; expected at least 2, the anchor and one more slot.")
+        if type(self.rms_norm_eps) not in (int, float) or self.rms_norm_eps <= 0:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps!r}; expected a small positive number.")
+
+    def check(self) -> None:
+        """Raise one sentence for the first value that cannot work."""
+        self.check_sizes()
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; expected 'silu', the draft layers are SwiGLU.")
+        kind = self.rope_parameters.get("rope_type")
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"rope_parameters.rope_type is {kind!r}; expected one of {ROPE_TYPES}.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, num_key_value_heads {self.num_key_value_heads}; "
@@ -181,10 +200,10 @@ class DominoConfig(PreTrainedConfig):
             raise ValueError(f"causal_encoder is {self.causal_encoder!r}; expected one of {CAUSAL_ENCODERS}.")
         if not isinstance(self.shift_label, bool):
             raise ValueError(f"shift_label is {self.shift_label!r}; expected true or false.")
-        if not 0 <= self.pure_draft_prefix_len <= self.num_drafts:
+        prefix = self.pure_draft_prefix_len
+        if type(prefix) is not int or not 0 <= prefix <= self.num_drafts:
             raise ValueError(
-                f"pure_draft_prefix_len is {self.pure_draft_prefix_len}; expected 0 to {self.num_drafts}, "
-                "the drafts of a block."
+                f"pure_draft_prefix_len is {prefix!r}; expected 0 to {self.num_drafts}, the drafts of a block."
             )
         if self.mask_token_id is None:
             raise ValueError("mask_token_id is missing; pass the id of a token that the target never writes.")
@@ -194,7 +213,8 @@ class DominoConfig(PreTrainedConfig):
                 "because the target's embedding has no row for it."
             )
         ids = self.target_layer_ids
-        if not ids or len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= self.num_target_layers:
+        integers = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
+        if not integers or len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= self.num_target_layers:
             raise ValueError(
                 f"target_layer_ids is {ids}; expected distinct layers from 0 to {self.num_target_layers - 1}."
             )

@@ -20,7 +20,7 @@ def load_rows(dataset_name: str, tokenizer, *, config: str | None = None, split:
     Raises:
         FileNotFoundError: a path that looks like a file and is none.
     """
-    if dataset_name.endswith((".jsonl", ".jsonl.xz", ".json")):
+    if dataset_name.endswith((".jsonl", ".jsonl.xz")):
         if not os.path.exists(dataset_name):
             raise FileNotFoundError(f"no dataset file '{dataset_name}'; name an existing file or a Hub dataset.")
         return Dataset.from_list(load_answers(dataset_name, tokenizer, prompts_file))
@@ -60,7 +60,11 @@ def tokenize_row(row: dict, tokenizer) -> dict[str, list[int]]:
 
 
 def _supervise_turns(messages: list[dict], tokenizer, first: int = 0) -> dict[str, list[int]]:
-    """Supervise assistant turns from message `first` on; found by rendering prefixes, so any template will do."""
+    """Supervise assistant turns from message `first` on, up to their end-of-turn token.
+
+    Turns are found by rendering prefixes of the chat, which needs no generation tags in the template. A turn that the
+    template renders otherwise once more turns follow (as those do that drop earlier thinking) is left unsupervised.
+    """
 
     def render(upto: int, generation_prompt: bool) -> list[int]:
         return tokenizer.apply_chat_template(
@@ -72,9 +76,15 @@ def _supervise_turns(messages: list[dict], tokenizer, first: int = 0) -> dict[st
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first:
             continue
-        start, end = len(render(i, True)), len(render(i + 1, False))
+        prompt, turn = render(i, True), render(i + 1, False)
+        if ids[: len(turn)] != turn or turn[: len(prompt)] != prompt:
+            continue
+        start, end = len(prompt), len(turn)
+        # What a template puts behind the end-of-turn token the target never writes.
+        ends = [j for j in range(start, end) if ids[j] == tokenizer.eos_token_id]
+        end = ends[-1] + 1 if ends else end
         supervised[start:end] = [1] * (end - start)
-    return {"input_ids": ids, "supervised": supervised[: len(ids)]}
+    return {"input_ids": ids, "supervised": supervised}
 
 
 def first_anchors(supervised: torch.Tensor) -> torch.Tensor:

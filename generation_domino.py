@@ -37,13 +37,17 @@ from .speculation_domino import (
     sample_from_logits,
 )
 
+# Inputs that give positions another meaning than the count of tokens.
+MULTIMODAL_INPUTS = ("pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values")
+
 # Target side ----------------------------------------------------------------------------------------------------
 
 
 def decoder_layers(target) -> nn.ModuleList:
     """The target's decoder layers, whatever its family calls them."""
     count = target.config.get_text_config(decoder=True).num_hidden_layers
-    for module in target.modules():
+    # The decoder first: a vision tower may have as many layers.
+    for module in target.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
@@ -74,6 +78,12 @@ class TappedStates:
 
     def take(self) -> torch.Tensor:
         """Everything since the last call, `[batch, positions, taps * H]`; several forwards are joined."""
+        for i, captured in self._captured.items():
+            if not captured or captured[0].dim() != 3:
+                shape = tuple(captured[0].shape) if captured else "nothing"
+                raise ValueError(
+                    f"target layer {i} put out {shape}; Domino taps layers that put out [batch, positions, hidden]."
+                )
         states = [torch.cat(self._captured[i], dim=1) for i in self.layer_ids]
         self.clear()
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
@@ -170,7 +180,9 @@ class _Rows:
                 seen = None
                 if self.keep_scores:
                     seen = tuple(x[None] for x in self.scores[row][: start - self.prompt_length + i + 1])
-                if bool(self.others(whole[None, : start + i + 1], seen).any()):
+                # A criterion may know the rows by number, so it gets a whole batch and answers for this row.
+                batch = whole[None, : start + i + 1].expand(len(self.tokens), -1)
+                if bool(self.others(batch, seen)[row]):
                     kept, done = i + 1, True
                     break
             del self.scores[row][start - self.prompt_length + kept :]
@@ -197,6 +209,8 @@ class _Rows:
 def _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length, embeds) -> None:
     """One sentence for what this loop cannot do, before anything runs."""
     batch_size, length = input_ids.shape
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{type(target).__name__} is an encoder-decoder; Domino drafts for decoder-only models.")
     if length == 0 and embeds is None:
         raise ValueError("the prompt is empty; pass at least one token, for example the tokenizer's bos_token.")
     if not generation_config.use_cache:
@@ -205,8 +219,9 @@ def _check_call(target, input_ids, generation_config, streamer, synced_gpus, cac
         raise ValueError("speculative decoding does not keep ZeRO-3 or FSDP peers in step; pass synced_gpus=False.")
     if not isinstance(cache, DynamicCache) or not getattr(cache, "is_croppable", True):
         raise ValueError(
-            f"speculative decoding needs a cache that can forget rejected tokens, got {type(cache).__name__}; "
-            "leave cache_implementation unset (a DynamicCache of attention layers)."
+            f"speculative decoding needs a DynamicCache of attention layers, which can forget rejected tokens, got "
+            f"{type(cache).__name__} for {type(target).__name__}; leave cache_implementation unset, and generate "
+            "without assistant_model where the target keeps a recurrent state."
         )
     if batch_size > 1 and streamer is not None:
         raise ValueError(f"a streamer prints one sequence, got a batch of {batch_size}; stream one prompt at a time.")
@@ -253,13 +268,19 @@ def speculative_decode(
     cache = model_kwargs.get(key)
     passed_length = cache.get_seq_length() if cache is not None else 0
     embeds = model_kwargs.get("inputs_embeds")
+    for name in MULTIMODAL_INPUTS:
+        if model_kwargs.get(name) is not None:
+            raise ValueError(f"the drafter reads text only, got {name}; generate without assistant_model.")
     _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length, embeds)
     batch_size, device = input_ids.shape[0], input_ids.device
     processors = RowProcessors(logits_processor if logits_processor is not None else [], batch_size)
+    if processors.stateful and batch_size > 1:
+        raise ValueError("guidance and SynthID watermarks remember their calls; generate one sequence at a time.")
     rows = _Rows(input_ids, stopping_criteria or [], generation_config, streamer)
     stats = SpeculationStats([[] for _ in range(batch_size)], accepted_drafts=[[] for _ in range(batch_size)])
     drafter.last_speculation = stats
     extras = _Extras(generation_config)
+    position_limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limit = drafter.config.num_drafts if knobs.num_assistant_tokens is None else knobs.num_assistant_tokens
 
     with tapped_states(target, drafter.config.target_layer_ids) as taps:
@@ -271,6 +292,9 @@ def speculative_decode(
         if mask is None:
             mask = input_ids.new_ones(batch_size, cache.get_seq_length())
         mask = mask.to(device).bool()  # [b, columns of the target's cache]
+        # The caller may count positions in another way than by tokens.
+        given = model_kwargs.get("position_ids")
+        lead = given[:, -1] + 1 - mask.sum(-1) if given is not None and given.dim() == 2 else 0 * mask.sum(-1)
         valid = mask[:, -context.shape[1] :]
         draft_cache = drafter.new_cache(batch_size, (mask.sum(-1) - valid.sum(-1)).to(drafter.device))
         if hasattr(cache, "activate_past_recording"):
@@ -294,9 +318,12 @@ def speculative_decode(
                 cache.batch_select_indices(index)
                 draft_cache.select(index.to(drafter.device))
                 mask, anchors, context, valid = mask[index], anchors[index], context[index], valid[index]
+                lead = lead[index]
             processors.active = active
             tokens = [rows.tokens[row] for row in active]
             room = max(rows.room(row) for row in active)
+            if position_limit:
+                room = min(room, position_limit - int((mask.sum(-1) + lead).max()))
             n_most = 0 if processors.stateful else max(0, min(limit, room - 1))
 
             clock = _now(device, knobs)
@@ -320,7 +347,7 @@ def speculative_decode(
 
             # Verify: one forward over [anchor, d1..dn].
             block = torch.cat([anchors[:, None], drafts], dim=1)
-            positions = mask.sum(-1, keepdim=True) + torch.arange(n + 1, device=device)
+            positions = (mask.sum(-1) + lead)[:, None] + torch.arange(n + 1, device=device)
             mask = torch.cat([mask, mask.new_ones(len(active), n + 1)], dim=1)
             taps.clear()
             outputs = target(
@@ -367,6 +394,9 @@ def speculative_decode(
             mask = _rolled_mask(mask, n + 1 - longest, shifts)
             mask = _trim_left(cache, mask)
 
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = False  # a caller's cache goes on as it came
     if streamer is not None:
         streamer.end()
     stats.total_seconds = time.perf_counter() - started
@@ -464,6 +494,11 @@ def _is_drafter(model) -> bool:
     return getattr(model, "is_domino_drafter", False) is True
 
 
+def _is_ours(method) -> bool:
+    """Whether a wrapper is this code's: it carries itself as a mark, which a wrapper around it copies unchanged."""
+    return getattr(method, _MARK, None) is method
+
+
 def install_dispatch() -> None:
     """Let `generate(assistant_model=drafter)` reach the drafter's own loop. Calling it again changes nothing.
 
@@ -471,7 +506,7 @@ def install_dispatch() -> None:
     return sequences or unequal vocabulary sizes before it. Both pass on whatever is not a Domino drafter. The wrappers
     call methods of the drafter, so any copy of this code in the process serves all drafters.
     """
-    if not getattr(GenerationMixin._assisted_decoding, _MARK, False):
+    if not _is_ours(GenerationMixin._assisted_decoding):
         plain_loop = GenerationMixin._assisted_decoding
 
         @functools.wraps(plain_loop)
@@ -480,9 +515,9 @@ def install_dispatch() -> None:
                 return assistant_model.speculative_decode(self, input_ids, *args, **kwargs)
             return plain_loop(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 
-        setattr(_assisted_decoding, _MARK, True)
+        setattr(_assisted_decoding, _MARK, _assisted_decoding)
         GenerationMixin._assisted_decoding = _assisted_decoding
-    if not getattr(GenerationMixin._validate_generation_mode, _MARK, False):
+    if not _is_ours(GenerationMixin._validate_generation_mode):
         plain_check = GenerationMixin._validate_generation_mode
 
         @functools.wraps(plain_check)
@@ -500,7 +535,7 @@ def install_dispatch() -> None:
                 )
             return None
 
-        setattr(_validate_generation_mode, _MARK, True)
+        setattr(_validate_generation_mode, _MARK, _validate_generation_mode)
         GenerationMixin._validate_generation_mode = _validate_generation_mode
 
 
@@ -508,6 +543,6 @@ def remove_dispatch() -> None:
     """Off switch: give the library its own methods back; `generate` then refuses a Domino drafter."""
     for name in ("_assisted_decoding", "_validate_generation_mode"):
         method = getattr(GenerationMixin, name)
-        while getattr(method, _MARK, False):
+        while _is_ours(method):
             method = method.__wrapped__
         setattr(GenerationMixin, name, method)

@@ -33,6 +33,9 @@ from .speculation_domino import (
     sample_from_logits,
 )
 
+# Far enough below any logit that softmax gives exactly zero.
+OUT_OF_POOL = 1e4
+
 
 class DominoCache:
     """Keys and values that the draft layers made of context positions; block positions never enter it.
@@ -392,7 +395,8 @@ class DominoForSpeculation(DominoPreTrainedModel):
             mask = torch.cat([cache.mask, block_mask], dim=1)[:, None, None].expand(-1, 1, config.block_size, -1)
         states = self(embed(block_ids), context, block_positions, context_positions, mask, cache)
         if n == 0:
-            return DraftOutput(anchor_ids.new_zeros(batch_size, 0), states.new_zeros(batch_size, 0, 0))
+            vocab = target.get_output_embeddings().weight.shape[0]
+            return DraftOutput(anchor_ids.new_zeros(batch_size, 0), states.new_zeros(batch_size, 0, vocab))
         first = config.first_draft_slot
         states = states[:, first : first + n]  # z of the drafts
         base_logits = target_logits(target, states)  # [b, n, V_target]
@@ -453,7 +457,7 @@ class DominoForSpeculation(DominoPreTrainedModel):
         return state[:, None], state
 
     def _corrected(self, logits, state, encoded, pool: int):
-        """Corrected logits `[b, V]` of one draft; with a pool only its `pool` best base ids are left standing."""
+        """Corrected logits `[b, V]` of one draft; with a pool only its `pool` best base ids stand."""
         up = self.embed_proj[2]
         if not pool or pool >= logits.shape[-1] or type(up) is not nn.Linear:
             return add_correction(logits, self.correction(state, encoded))
@@ -461,7 +465,8 @@ class DominoForSpeculation(DominoPreTrainedModel):
         base, ids = logits.topk(pool, dim=-1)  # [b, K]
         known = ids.clamp(max=up.weight.shape[0] - 1)
         corrections = torch.bmm(up.weight[known], hidden[:, :, None])[:, :, 0].to(base) * (known == ids)
-        return torch.full_like(logits, float("-inf")).scatter(1, ids, base + corrections)
+        # The others fall out of reach, not to -inf: a processor may forbid the whole pool.
+        return (logits - OUT_OF_POOL).scatter(1, ids, base + corrections)
 
     # Decoding ---------------------------------------------------------------------------------------------------
 
@@ -526,11 +531,13 @@ class DominoForSpeculation(DominoPreTrainedModel):
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Write weights, config, code, knobs and the `custom_generate` hook: a directory that loads anywhere."""
+        if kwargs.get("is_main_process", True) and not Path(save_directory).is_file():
+            # Before the weights: `push_to_hub=True` uploads what lies there when they are written.
+            hook = Path(save_directory) / "custom_generate" / "generate.py"
+            hook.parent.mkdir(parents=True, exist_ok=True)
+            hook.write_text(CUSTOM_GENERATE, encoding="utf-8")
+            self.generation_config.save_pretrained(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
-        self.generation_config.save_pretrained(save_directory)
-        hook = Path(save_directory) / "custom_generate" / "generate.py"
-        hook.parent.mkdir(parents=True, exist_ok=True)
-        hook.write_text(CUSTOM_GENERATE, encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -539,26 +546,30 @@ class DominoForSpeculation(DominoPreTrainedModel):
         Raises:
             OSError: no such directory or repository, or weights that are cut off or corrupt.
         """
+        place = Path(pretrained_model_name_or_path)
+        if place.is_dir() and not (place / "config.json").exists() and kwargs.get("config") is None:
+            raise OSError(f"no config.json in '{place}'; name a directory written by save_pretrained.")
         try:
             loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except Exception as error:
-            if "safetensor" not in f"{type(error).__name__} {error}".lower():
+            words = f"{type(error).__name__} {error}".lower()
+            if "safetensor" not in words or "no file named" in words:
                 raise
             raise OSError(
                 f"the weights in '{pretrained_model_name_or_path}' cannot be read ({error}); "
                 "the file is cut off or corrupt: download or save it again."
             ) from error
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        hub = {
-            key: kwargs[key]
-            for key in ("revision", "cache_dir", "token", "subfolder", "local_files_only")
-            if key in kwargs
-        }
-        try:
-            model.generation_config = DominoGenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        except OSError:
-            # Published checkpoints have no such file; the defaults are meant for them.
-            model.generation_config = DominoGenerationConfig()
+        names = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+        hub = {name: kwargs[name] for name in names if name in kwargs}
+        # Published checkpoints may have no such file; the defaults are meant for them.
+        model.generation_config = DominoGenerationConfig()
+        if not place.is_dir() or (place / "generation_config.json").exists():
+            try:
+                model.generation_config = DominoGenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            except OSError as error:
+                if place.is_dir():
+                    raise OSError(f"'{place / 'generation_config.json'}' cannot be read: {error}") from error
         return loaded
 
 
@@ -575,13 +586,21 @@ def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, dev
     return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
 
 
-def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
-    """The target's LM head on backbone states `[..., H]` -> `[..., V_target]`, with its soft cap if it has one."""
+def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The target's LM head on states `[..., H]` -> `[..., V_target]`, or only the columns `ids`, scaled as it does."""
     head = target.get_output_embeddings()
-    logits = head(states.to(dtype=head.weight.dtype, device=head.weight.device))
+    states = states.to(dtype=head.weight.dtype, device=head.weight.device)
+    if ids is None:
+        logits = head(states)
+    else:
+        bias = getattr(head, "bias", None)
+        logits = F.linear(states, head.weight[ids], None if bias is None else bias[ids])
     text = target.config.get_text_config(decoder=True)
-    cap = getattr(text, "final_logit_softcapping", None)
-    if cap:
+    if divisor := getattr(text, "logits_scaling", None):
+        logits = logits / divisor
+    if factor := getattr(text, "logit_scale", None):
+        logits = logits * factor
+    if cap := getattr(text, "final_logit_softcapping", None):
         logits = torch.tanh(logits / cap) * cap
     return logits
 

@@ -191,13 +191,6 @@ class DominoObjective(nn.Module):
             log_weights[-len(negatives) :] = torch.log(torch.tensor(len(others) / len(negatives)))
         return ids.to(labels.device), log_weights.to(labels.device)
 
-    def vocabulary_logits(self, states, ids):
-        """LM head on `[N, H]`, all ids or some."""
-        if ids is None:
-            return target_logits(self.target, states).float()
-        weight = self.target.get_output_embeddings().weight[ids]
-        return F.linear(states.to(weight.dtype), weight).float()
-
     def corrections(self, states, encoded, ids):
         """Correction head on `[N, H]` and `[N, S]`, all ids or some."""
         if ids is None:
@@ -245,12 +238,14 @@ class DominoObjective(nn.Module):
         weights = torch.exp(-order.float() / self.gamma)
         z = z[valid]  # [N, H]
         offset = 0.0 if log_weights is None else log_weights
-        base_logits = self.vocabulary_logits(z, ids) + offset
+        base_logits = target_logits(self.target, z, ids).float() + offset
         teacher = None
         if self.distill_weight:
             rows = torch.arange(input_ids.shape[0], device=input_ids.device)[:, None, None].expand_as(places)[valid]
             with torch.no_grad():
-                teacher = (self.vocabulary_logits(states.final[rows, places[valid] - 1], ids) + offset).log_softmax(-1)
+                teacher = (
+                    target_logits(self.target, states.final[rows, places[valid] - 1], ids).float() + offset
+                ).log_softmax(-1)
         losses = {"base": self._loss(base_logits, where, teacher)}
         hits = {"base": base_logits.argmax(-1) == where}
         if lam < 1:

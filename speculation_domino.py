@@ -77,6 +77,9 @@ class DominoGenerationConfig(GenerationConfig):
 
     def __init__(self, **kwargs):
         knobs = {name: kwargs.pop(name, default) for name, default in KNOBS.items()}
+        unknown = sorted(set(kwargs) - set(vars(GenerationConfig())) - {"_from_model_config"})
+        if unknown:
+            raise ValueError(f"unknown drafting knobs {unknown}; expected {sorted(KNOBS)} or generate's own options.")
         super().__init__(**kwargs)
         for name, value in knobs.items():
             setattr(self, name, value)
@@ -95,9 +98,13 @@ class DominoGenerationConfig(GenerationConfig):
             value = getattr(self, name)
             if value is None and name != "candidate_pool_size":
                 continue
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}.")
-        if not 0 <= (self.assistant_confidence_threshold or 0) <= 1:
+        for name in ("use_head", "synchronize_timers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False.")
+        cut = self.assistant_confidence_threshold or 0
+        if not isinstance(cut, (int, float)) or not 0 <= cut <= 1:
             raise ValueError(
                 f"assistant_confidence_threshold is {self.assistant_confidence_threshold!r}; expected 0 to 1."
             )

@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
+import safetensors.torch
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.data_domino import BlockCollator, load_rows, prepare_dataset
@@ -28,8 +29,11 @@ from domino_spec.objective_domino import (
     simulated_tau,
 )
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl import ModelConfig, ScriptArguments, TrlParser
+
+CURVE = "training_curve.jsonl"
+TRAINER_EXTRAS = "domino_trainer.safetensors"
 
 
 @dataclass
@@ -40,7 +44,7 @@ class DominoScriptArguments(ScriptArguments):
     prompts_file: str | None = field(
         default=None, metadata={"help": "Prompts to join to an answers file that was packed without them."}
     )
-    eval_rows: int = field(default=32, metadata={"help": "Rows held out for tau when there is no test split."})
+    eval_rows: int = field(default=32, metadata={"help": "Rows of the training split held out for tau."})
     num_hidden_layers: int = field(default=5, metadata={"help": "Draft layers of a new drafter."})
     block_size: int = field(default=16, metadata={"help": "Slots of a block, the anchor included."})
     mask_token_id: int | None = field(default=None, metadata={"help": "Id that the target never writes."})
@@ -63,6 +67,7 @@ class DominoTrainingConfig(TrainingArguments):
         ValueError: a ratio out of range.
     """
 
+    per_device_train_batch_size: int = 1
     learning_rate: float = 6e-4
     weight_decay: float = 0.0
     lr_scheduler_type: str = "cosine"
@@ -104,6 +109,12 @@ class DominoTrainingConfig(TrainingArguments):
         for name in ("num_anchors", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        if self.gradient_checkpointing:
+            raise ValueError("gradient_checkpointing is on; the drafter has none: lower num_anchors instead.")
+        if self.lr_scheduler_type == "reduce_lr_on_plateau":
+            raise ValueError("lr_scheduler_type is reduce_lr_on_plateau; expected a schedule over steps, like cosine.")
+        if self.resume_from_checkpoint in ("True", "true"):
+            self.resume_from_checkpoint = True
 
 
 @dataclass(frozen=True)
@@ -159,13 +170,9 @@ class DominoTrainer(Trainer):
             inside = {id(p) for p in head}
             backbone = [p for p in drafter.parameters() if id(p) not in inside]
             rate = args.learning_rate if args.head_learning_rate is None else args.head_learning_rate
-            self.optimizer = torch.optim.AdamW(
-                [{"params": backbone, "lr": args.learning_rate}, {"params": head, "lr": rate}],
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_epsilon,
-                weight_decay=args.weight_decay,
-                fused=True,
-            )
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(args, self.objective)
+            groups = [{"params": backbone, "lr": args.learning_rate}, {"params": head, "lr": rate}]
+            self.optimizer = optimizer_class(groups, weight_decay=args.weight_decay, **options)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
@@ -235,12 +242,35 @@ class DominoTrainer(Trainer):
                 self.objective.drafter.save_pretrained(output_dir)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
-        with open(os.path.join(output_dir, "training_curve.jsonl"), "w", encoding="utf-8") as file:
+        self.write_curve(output_dir)
+        state = {"anchors": self.anchor_generator.get_state()}
+        if self.scale is not None:
+            state["feature_scale"] = self.scale.scale.cpu()
+        safetensors.torch.save_file(state, os.path.join(output_dir, TRAINER_EXTRAS))
+
+    def write_curve(self, output_dir: str) -> None:
+        """Everything that was logged, a line each."""
+        with open(os.path.join(output_dir, CURVE), "w", encoding="utf-8") as file:
             file.writelines(json.dumps(entry) + "\n" for entry in self.curve)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """Weights of a checkpoint back into the drafter."""
-        saved = DominoForSpeculation.from_pretrained(resume_from_checkpoint, dtype=self.objective.drafter.dtype)
+        """Weights, feature scale, anchor stream and curve of a checkpoint."""
+        state = safetensors.torch.load_file(os.path.join(resume_from_checkpoint, TRAINER_EXTRAS))
+        self.anchor_generator.set_state(state["anchors"])
+        with open(os.path.join(resume_from_checkpoint, CURVE), encoding="utf-8") as file:
+            self.curve = [json.loads(line) for line in file]
+        self._load_drafter(resume_from_checkpoint)
+        if self.scale is not None:
+            # The optimizer's moments belong to the scale they were gathered under.
+            with self.scale.folded():
+                self.scale.scale = state["feature_scale"].to(self.scale.scale.device)
+
+    def _load_best_model(self) -> None:
+        self._load_drafter(self.state.best_model_checkpoint)
+
+    def _load_drafter(self, checkpoint: str) -> None:
+        """Saved weights, which work on raw features, into the drafter in training."""
+        saved = DominoForSpeculation.from_pretrained(checkpoint, dtype=self.objective.drafter.dtype)
         if self.scale is not None:
             self.scale.fold()
         self.objective.drafter.load_state_dict(saved.state_dict())
@@ -294,16 +324,35 @@ def plot_curve(curve: list[dict], path: str) -> None:
     pyplot.close(figure)
 
 
-def build_drafter(script: DominoScriptArguments, model: ModelConfig, target) -> DominoForSpeculation:
-    """An existing drafter, or a new one for the target."""
-    if model.model_name_or_path:
-        drafter = DominoForSpeculation.from_pretrained(model.model_name_or_path, dtype=torch.float32)
-        drafter.check_target(target)
-        return drafter
+def drafter_config(script: DominoScriptArguments, model: ModelConfig) -> DominoConfig | None:
+    """Config of a new drafter, from the target's config alone; None where an existing drafter goes on.
+
+    Raises:
+        ValueError: a value out of range, or a size given for a drafter that has its own.
+    """
     names = ("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids", "causal_encoder")
     names += ("head_hidden_size", "head_rank", "pure_draft_prefix_len", "shift_label")
-    drafter = DominoForSpeculation(DominoConfig.from_target(target.config, **{n: getattr(script, n) for n in names}))
-    drafter.to(target.device)
+    if not model.model_name_or_path:
+        target_config = AutoConfig.from_pretrained(
+            script.target_model_name_or_path, trust_remote_code=model.trust_remote_code
+        )
+        return DominoConfig.from_target(target_config, **{name: getattr(script, name) for name in names})
+    fresh = DominoScriptArguments(dataset_name="")
+    given = [
+        f"--{name}" for name in (*names, "init_layers_from_target") if getattr(script, name) != getattr(fresh, name)
+    ]
+    if given:
+        raise ValueError(f"{', '.join(given)} describe a new drafter; --model_name_or_path goes on with one as it is.")
+    return None
+
+
+def build_drafter(script: DominoScriptArguments, model: ModelConfig, config, target) -> DominoForSpeculation:
+    """An existing drafter, or a new one for the target."""
+    if config is None:
+        drafter = DominoForSpeculation.from_pretrained(model.model_name_or_path, dtype=torch.float32)
+    else:
+        drafter = DominoForSpeculation(config)
+    drafter.to(target.device).check_target(target)
     if script.init_layers_from_target:
         initialise_from_target(drafter, target, script.init_layers_from_target)
     return drafter
@@ -311,19 +360,33 @@ def build_drafter(script: DominoScriptArguments, model: ModelConfig, target) -> 
 
 def main(arguments: list[str] | None = None) -> None:
     """Read arguments, train, save."""
+    try:
+        train(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"train_peft.py: {error}")
+
+
+def train(arguments: list[str] | None = None) -> None:
+    """The run itself; bad input raises before anything is written."""
     parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, ModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
     for name in ("target_model_name_or_path", "dataset_name"):
         if not getattr(script, name):
-            sys.exit(f"train_peft.py: --{name} is missing.")
+            raise ValueError(f"--{name} is missing.")
     if model.use_peft:
-        sys.exit("train_peft.py: --use_peft is not there yet; train all weights, or with --model_name_or_path go on.")
+        raise ValueError("--use_peft is not there yet; go on from a drafter with --model_name_or_path instead.")
+    config = drafter_config(script, model)
     torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(script.target_model_name_or_path)
     dtype = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else "auto"
-    target = AutoModelForCausalLM.from_pretrained(script.target_model_name_or_path, dtype=dtype).eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        script.target_model_name_or_path,
+        dtype=dtype,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+    ).eval()
     target.requires_grad_(False).to(args.device)
-    drafter = build_drafter(script, model, target)
+    drafter = build_drafter(script, model, config, target)
 
     rows = load_rows(
         script.dataset_name,
@@ -336,8 +399,8 @@ def main(arguments: list[str] | None = None) -> None:
     if dropped:
         print(f"dropped {dropped} of {len(dataset) + dropped} rows: no supervised token left to draft.")
     if len(dataset) <= script.eval_rows:
-        sys.exit(
-            f"train_peft.py: {len(dataset)} usable rows, {script.eval_rows} of them to be held out; "
+        raise ValueError(
+            f"{len(dataset)} usable rows, {script.eval_rows} of them to be held out; "
             "nothing left to learn from: add rows or lower --eval_rows."
         )
     parts = dataset.train_test_split(test_size=script.eval_rows, seed=0) if script.eval_rows else None
@@ -384,8 +447,7 @@ def main(arguments: list[str] | None = None) -> None:
             scale.fold()
         drafter.to(torch.bfloat16).save_pretrained(args.output_dir)
         tokenizer.save_pretrained(args.output_dir)
-        with open(os.path.join(args.output_dir, "training_curve.jsonl"), "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in trainer.curve)
+        trainer.write_curve(args.output_dir)
         plot_curve(trainer.curve, os.path.join(args.output_dir, "training_curve.png"))
         print(f"drafter saved to {args.output_dir}")
 

@@ -1,11 +1,13 @@
 """The decode loop: assisted text equals plain text, whatever is proposed and however `generate` is called."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 from conftest import BLOCK, MASK_ID, VOCAB, Continuations, control, make_drafter, make_target, prompt_ids, scripted
 from domino_spec import DominoGenerationConfig, DraftOutput, install_dispatch, remove_dispatch
+from domino_spec.generation_domino import decoder_layers
 from scipy.stats import chi2_contingency, chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, GenerationMixin, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
@@ -821,3 +823,91 @@ def test_prompt_given_as_embeddings(kind):
     drafted = target.generate(inputs_embeds=embeds, max_new_tokens=12, do_sample=False, assistant_model=drafter)
     assert torch.equal(plain, drafted)
     assert drafter.last_speculation.mean_acceptance_length > 1
+
+
+def test_positions_of_the_caller():
+    target = make_target("llama")
+    drafter = scripted(make_drafter(target), "wrong", target)
+    ids = prompt_ids()
+    kwargs = {"max_new_tokens": 12, "do_sample": False, "position_ids": torch.arange(7)[None] * 3 + 11}
+    plain = target.generate(ids, **kwargs)
+    assert not torch.equal(plain, target.generate(ids, max_new_tokens=12, do_sample=False))
+    assert torch.equal(plain, target.generate(ids, assistant_model=drafter, **kwargs))
+
+
+class RowLimits(StoppingCriteria):
+    """Another length limit for every row of the batch."""
+
+    def __init__(self, limits):
+        self.limits = torch.tensor(limits)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.limits
+
+
+@pytest.mark.parametrize("kind", ["oracle", "half"])
+def test_criterion_with_values_of_its_own_per_row(kind):
+    target = make_target("llama")
+    drafter = scripted(make_drafter(target), kind, target)
+    plain = assert_equal_text(
+        target,
+        drafter,
+        ragged([7, 4]),
+        eos_token_id=63,
+        stopping_criteria=lambda: StoppingCriteriaList([RowLimits([10, 14])]),
+    )
+    assert plain.shape[1] == 14
+
+
+def test_guidance_is_for_one_sequence():
+    target = make_target("llama")
+    drafter = make_drafter(target)
+    assert_equal_text(target, drafter, as_inputs(prompt_ids()), guidance_scale=1.5)
+    with pytest.raises(ValueError, match="one sequence at a time"):
+        target.generate(**ragged([7, 4]), max_new_tokens=4, guidance_scale=1.5, assistant_model=drafter)
+
+
+def test_vision_layers_are_not_tapped():
+    class Both(torch.nn.Module):
+        def __init__(self, target):
+            super().__init__()
+            self.vision = torch.nn.ModuleList(torch.nn.Identity() for _ in range(4))
+            self.text, self.config = target, target.config
+
+        def get_decoder(self):
+            return self.text.get_decoder()
+
+    target = make_target("llama")
+    assert decoder_layers(Both(target)) is target.model.layers
+
+
+def test_pictures_are_refused():
+    target = make_target("llama")
+    with pytest.raises(ValueError, match="reads text only, got pixel_values"):
+        make_drafter(target).speculative_decode(
+            target, prompt_ids(), generation_config=target.generation_config, pixel_values=torch.zeros(1, 3, 4, 4)
+        )
+
+
+def test_a_wrapper_of_somebody_else_stays():
+    ours = GenerationMixin._assisted_decoding
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        return ours(self, *args, **kwargs)
+
+    try:
+        GenerationMixin._assisted_decoding = theirs
+        remove_dispatch()
+        assert GenerationMixin._assisted_decoding is theirs
+    finally:
+        GenerationMixin._assisted_decoding = ours
+        install_dispatch()
+
+
+def test_a_callers_cache_stops_recording():
+    target = make_target("mistral", sliding_window=8)
+    drafter = scripted(make_drafter(target), "half", target)
+    cache = DynamicCache(config=target.config)
+    target.generate(prompt_ids(), max_new_tokens=20, do_sample=False, assistant_model=drafter, past_key_values=cache)
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)

@@ -10,6 +10,7 @@ from domino_spec.generation_domino import decoder_layers, tapped_states
 from domino_spec.modeling_domino import add_correction, embed_tokens, target_logits
 from domino_spec.objective_domino import DominoObjective, target_states
 from safetensors.torch import load_file, save_file
+from transformers import LogitsProcessorList
 
 VARIANTS = [
     (encoder, shift, prefix) for encoder in ("gru", "attention") for shift in (True, False) for prefix in range(3)
@@ -245,7 +246,7 @@ def test_stepwise_encoder_equals_one_shot(encoder):
         assert torch.equal(drafter.causal_encoder(changed)[0][:, :3], whole[:, :3])
 
 
-def draft_all(target, drafter, ids, do_sample=False, **knobs):
+def draft_all(target, drafter, ids, do_sample=False, logits_processor=None, **knobs):
     for name, value in knobs.items():
         setattr(drafter.generation_config, name, value)
     with torch.no_grad():
@@ -258,6 +259,7 @@ def draft_all(target, drafter, ids, do_sample=False, **knobs):
             input_ids=ids,
             max_drafts=drafter.config.num_drafts,
             do_sample=do_sample,
+            logits_processor=logits_processor,
         )
 
 
@@ -352,12 +354,16 @@ def test_candidate_pool(do_sample):
         outputs.append(draft_all(target, drafter, ids, do_sample=do_sample, candidate_pool_size=pool))
     assert torch.equal(outputs[0].token_ids, outputs[1].token_ids)
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
-    standing = outputs[2].logits.isfinite()
+    standing = outputs[2].logits > -1e3
     assert (standing[:, 1:].sum(-1) == VOCAB - 1).all()
     # After the first corrected draft the prefixes may differ; until there a pool only removes ids.
-    kept = outputs[3].logits.isfinite()
+    kept = outputs[3].logits > -1e3
     assert (kept[:, 1:].sum(-1) == 5).all()
     torch.testing.assert_close(outputs[3].logits[:, 1][kept[:, 1]], outputs[0].logits[:, 1][kept[:, 1]])
+    # A processor that forbids the whole pool leaves the rest to draw from.
+    forbid = LogitsProcessorList([lambda ids, scores: scores.scatter(1, scores.topk(1).indices, float("-inf"))])
+    drafts = draft_all(target, drafter, ids, do_sample=True, candidate_pool_size=1, logits_processor=forbid)
+    assert drafts.logits.softmax(-1).isfinite().all()
     drafter.generation_config.candidate_pool_size = 5
     plain = target.generate(ids, max_new_tokens=12, do_sample=False)
     assert target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()

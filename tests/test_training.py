@@ -608,3 +608,38 @@ def test_remembered_states_equal_computed_ones():
     # Kept in bf16: eight bits of mantissa.
     torch.testing.assert_close(remembered.tapped.float()[real], computed.tapped[real], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(remembered.final.float()[real], computed.final[real], rtol=1e-2, atol=1e-2)
+
+
+def test_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+    """Weights on raw features, the optimizer's scale, the anchor stream and the curve all come back."""
+    target = make_target("llama")
+    rows = [{"input_ids": prompt_ids(24, seed=i)[0].tolist(), "supervised": [0] * 4 + [1] * 20} for i in range(8)]
+
+    def run(directory, resume=None):
+        drafter = make_drafter(target)
+        # Measured on other rows when resumed: the checkpoint's scale has to win.
+        scale = FeatureScale.measure(drafter, target, [batch_of(*(rows[:4] if resume is None else rows[4:]))])
+        scale.attach()
+        args = DominoTrainingConfig(
+            output_dir=str(directory),
+            max_steps=6,
+            save_steps=3,
+            logging_steps=1,
+            num_anchors=4,
+            use_cpu=True,
+            learning_rate=1e-2,
+            disable_tqdm=True,
+        )
+        trainer = DominoTrainer(
+            DominoObjective(drafter, target), args, scale, train_dataset=rows, data_collator=BlockCollator(62)
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        with scale.folded():
+            weights = {name: p.detach().clone() for name, p in drafter.named_parameters()}
+        return weights, [entry["lambda"] for entry in trainer.curve if "lambda" in entry]
+
+    whole, lambdas = run(tmp_path / "whole")
+    again, lambdas_again = run(tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-3"))
+    assert lambdas == lambdas_again and len(lambdas) == 6
+    for name, weight in whole.items():
+        torch.testing.assert_close(again[name], weight, rtol=1e-5, atol=1e-6, msg=name)
