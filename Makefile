@@ -31,7 +31,8 @@ train-demo: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" sh recipes/smollm2/train_demo.sh
 
 bench: $(READY)
-	$(BIN)/python benchmark_domino.py --draft_model_name_or_path . --output_dir runs/bench
+	$(BIN)/python benchmark_domino.py --draft_model_name_or_path . --output_dir runs/bench \
+		--prompts recipes/smollm2/bench_prompts.jsonl
 
 quality: $(READY)
 	$(BIN)/ruff check .

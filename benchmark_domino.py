@@ -178,6 +178,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     arguments = parser.parse_args()
+    for path in arguments.prompts:
+        if not Path(path).is_file():
+            parser.error(f"no prompts file '{path}'; expected JSONL with `messages` or `prompt` in each row.")
     console = Console()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
