@@ -425,7 +425,8 @@ def test_decoder_layers_are_found():
     target = make_target()
     assert decoder_layers(target) is target.model.layers
     with pytest.raises(ValueError, match="decoder layers"):
-        decoder_layers(type("NoLayers", (torch.nn.Linear,), {"config": target.config})(2, 2))
+        members = {"config": target.config, "get_decoder": lambda self: self}
+        decoder_layers(type("NoLayers", (torch.nn.Linear,), members)(2, 2))
 
 
 # F17 ----------------------------------------------------------------------------------------------------------------
