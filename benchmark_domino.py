@@ -203,7 +203,13 @@ def main() -> None:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     prompts = {Path(path).stem: list(read_jsonl(path))[: arguments.max_prompts] for path in arguments.prompts}
-    report = {"machine": machine(), "arguments": vars(arguments), "sets": {}}
+    # Names without directories: the report is for others too.
+    named = vars(arguments) | {
+        "target_model_name_or_path": Path(arguments.target_model_name_or_path).name,
+        "prompts": [Path(path).name for path in arguments.prompts],
+    }
+    del named["output_dir"]
+    report = {"machine": machine(), "arguments": named, "sets": {}}
     with tqdm(total=sum(map(len, prompts.values())) * len(methods), unit="text") as bar:
         for name, rows in prompts.items():
             runs: dict[str, list[dict]] = {method: [] for method in methods}
