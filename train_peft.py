@@ -333,9 +333,7 @@ def drafter_config(script: DominoScriptArguments, model: ModelConfig) -> DominoC
     names = ("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids", "causal_encoder")
     names += ("head_hidden_size", "head_rank", "pure_draft_prefix_len", "shift_label")
     if not model.model_name_or_path:
-        target_config = AutoConfig.from_pretrained(
-            script.target_model_name_or_path, trust_remote_code=model.trust_remote_code
-        )
+        target_config = AutoConfig.from_pretrained(script.target_model_name_or_path)
         return DominoConfig.from_target(target_config, **{name: getattr(script, name) for name in names})
     fresh = DominoScriptArguments(dataset_name="")
     given = [
@@ -383,7 +381,6 @@ def train(arguments: list[str] | None = None) -> None:
         script.target_model_name_or_path,
         dtype=dtype,
         attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
     ).eval()
     target.requires_grad_(False).to(args.device)
     drafter = build_drafter(script, model, config, target)
