@@ -28,6 +28,7 @@ from domino_spec.objective_domino import (
     target_states,
 )
 from domino_spec.train_peft import Curriculum, DominoTrainer, DominoTrainingConfig, frequent_ids
+from domino_spec.train_peft import main as train_main
 from torch.nn import functional as F
 
 
@@ -643,3 +644,17 @@ def test_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     assert lambdas == lambdas_again and len(lambdas) == 6
     for name, weight in whole.items():
         torch.testing.assert_close(again[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_command_line_refuses_before_loading_the_target(tmp_path):
+    """The target's config is enough to say what is wrong; its weights do not exist here."""
+    make_target("llama").config.save_pretrained(tmp_path)
+    call = ["--target_model_name_or_path", str(tmp_path), "--dataset_name", "rows.jsonl", "--use_cpu"]
+    call += ["--output_dir", str(tmp_path / "out"), "--num_hidden_layers", "2", "--block_size", "6"]
+    with pytest.raises(SystemExit, match="mask_token_id is missing"):
+        train_main(call)
+    with pytest.raises(SystemExit, match="causal_encoder is 'lstm'"):
+        train_main([*call, "--mask_token_id", "3", "--causal_encoder", "lstm"])
+    with pytest.raises(SystemExit, match="--block_size.*describe a new drafter"):
+        train_main([*call, "--model_name_or_path", str(tmp_path)])
+    assert not (tmp_path / "out").exists()
