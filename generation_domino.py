@@ -56,6 +56,11 @@ def decoder_layers(target) -> nn.ModuleList:
     )
 
 
+def position_limit(target) -> int | None:
+    """How many positions the target knows, where its config says so."""
+    return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 class TappedStates:
     """Outputs of the tapped layers, collected by forward hooks; version-proof, and nothing else is kept."""
 
@@ -230,7 +235,7 @@ def _check_call(target, input_ids, generation_config, streamer, synced_gpus, cac
     if batch_size > 1 and generation_config.return_dict_in_generate:
         if generation_config.output_hidden_states or generation_config.output_attentions:
             raise ValueError("hidden states and attentions can be returned for one sequence at a time.")
-    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = position_limit(target)
     if limit and length >= limit:
         raise ValueError(f"the prompt has {length} tokens and the target only {limit} positions; shorten the prompt.")
 
@@ -280,7 +285,7 @@ def speculative_decode(
     stats = SpeculationStats([[] for _ in range(batch_size)], accepted_drafts=[[] for _ in range(batch_size)])
     drafter.last_speculation = stats
     extras = _Extras(generation_config)
-    position_limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most_positions = position_limit(target)
     limit = drafter.config.num_drafts if knobs.num_assistant_tokens is None else knobs.num_assistant_tokens
 
     with tapped_states(target, drafter.config.target_layer_ids) as taps:
@@ -322,8 +327,9 @@ def speculative_decode(
             processors.active = active
             tokens = [rows.tokens[row] for row in active]
             room = max(rows.room(row) for row in active)
-            if position_limit:
-                room = min(room, position_limit - int((mask.sum(-1) + lead).max()))
+            place = mask.sum(-1) + lead  # position of each row's anchor, [b]
+            if most_positions:
+                room = min(room, most_positions - int(place.max()))
             n_most = 0 if processors.stateful else max(0, min(limit, room - 1))
 
             clock = _now(device, knobs)
@@ -347,7 +353,7 @@ def speculative_decode(
 
             # Verify: one forward over [anchor, d1..dn].
             block = torch.cat([anchors[:, None], drafts], dim=1)
-            positions = (mask.sum(-1) + lead)[:, None] + torch.arange(n + 1, device=device)
+            positions = place[:, None] + torch.arange(n + 1, device=device)
             mask = torch.cat([mask, mask.new_ones(len(active), n + 1)], dim=1)
             taps.clear()
             outputs = target(

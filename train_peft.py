@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import safetensors.torch
@@ -235,11 +236,8 @@ class DominoTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         """A drafter directory that loads anywhere, beside the Trainer's own state."""
         output_dir = output_dir or self.args.output_dir
-        if self.scale is None:
+        with self.raw_features():
             self.objective.drafter.save_pretrained(output_dir)
-        else:
-            with self.scale.folded():
-                self.objective.drafter.save_pretrained(output_dir)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
         self.write_curve(output_dir)
@@ -271,11 +269,12 @@ class DominoTrainer(Trainer):
     def _load_drafter(self, checkpoint: str) -> None:
         """Saved weights, which work on raw features, into the drafter in training."""
         saved = DominoForSpeculation.from_pretrained(checkpoint, dtype=self.objective.drafter.dtype)
-        if self.scale is not None:
-            self.scale.fold()
-        self.objective.drafter.load_state_dict(saved.state_dict())
-        if self.scale is not None:
-            self.scale.attach()
+        with self.raw_features():
+            self.objective.drafter.load_state_dict(saved.state_dict())
+
+    def raw_features(self):
+        """For as long as the context lasts the drafter's weights work on raw features, as saved ones do."""
+        return nullcontext() if self.scale is None else self.scale.folded()
 
 
 class _StageSwitch(TrainerCallback):
