@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -162,3 +163,11 @@ def prepare_dataset(rows, tokenizer, max_length: int) -> tuple[Dataset, int]:
         desc="dropping rows without an anchor",
     )
     return useful, len(made) - len(useful)
+
+
+def frequent_ids(rows, size: int) -> torch.Tensor:
+    """The ids that supervised tokens have most often."""
+    counts: Counter = Counter()
+    for row in rows:
+        counts.update(token for token, flag in zip(row["input_ids"], row["supervised"], strict=True) if flag)
+    return torch.tensor([token for token, _ in counts.most_common(size)])

@@ -12,6 +12,7 @@ from domino_spec.data_domino import (
     BlockCollator,
     block_attention_mask,
     first_anchors,
+    frequent_ids,
     load_rows,
     prepare_dataset,
     sample_anchors,
@@ -27,8 +28,8 @@ from domino_spec.objective_domino import (
     simulated_tau,
     target_states,
 )
-from domino_spec.train_peft import Curriculum, DominoTrainer, DominoTrainingConfig, frequent_ids
 from domino_spec.train_peft import main as train_main
+from domino_spec.trainer_domino import Curriculum, DominoTrainer, DominoTrainingConfig
 from torch.nn import functional as F
 
 
