@@ -91,6 +91,7 @@ class DominoObjective(nn.Module):
         frequent_ids (int `[F]`, optional): ids always in the softmax; together with the batch's labels and
             `num_negatives` random other ids, weighted for what they stand for, they estimate the whole softmax.
             None takes all ids.
+        store (`cache_domino.StatesStore`, optional): states computed before; their rows need no target forward.
 
     Source: Domino (arXiv 2605.29707), section 3.4; position weights as in DFlash; estimated softmax: Bengio and
         Senecal 2008, adaptive importance sampling.
@@ -105,40 +106,26 @@ class DominoObjective(nn.Module):
         distill_weight: float = 0.0,
         frequent_ids: torch.Tensor | None = None,
         num_negatives: int = 1024,
+        store=None,
     ):
         super().__init__()
-        self.kept_states: dict[tuple[int, ...], TargetStates] = {}
         self.drafter = drafter
         self._target = [target]
         self.gamma, self.distill_weight = gamma, distill_weight
         self.frequent_ids, self.num_negatives = frequent_ids, num_negatives
+        self.store = store
         self.config = drafter.config
 
     @property
     def target(self):
         return self._target[0]
 
-    def remember(self, rows, progress=None) -> None:
-        """Compute and keep the target's states of these rows, one at a time, for all epochs to come."""
-        self.kept_states = {}
-        for row in rows if progress is None else progress(rows):
-            ids = torch.tensor([row["input_ids"]], device=self.drafter.device)
-            states = target_states(self.target, self.config.target_layer_ids, ids, torch.ones_like(ids))
-            self.kept_states[tuple(row["input_ids"])] = TargetStates(
-                states.tapped[0].bfloat16().cpu(), states.final[0].bfloat16().cpu()
-            )
-
-    def states_of(self, input_ids, attention_mask) -> TargetStates:
-        """The target's states of a batch: remembered where all its rows are, computed otherwise."""
-        rows = [tuple(ids[: int(mask.sum())]) for ids, mask in zip(input_ids.tolist(), attention_mask, strict=True)]
-        if any(row not in self.kept_states for row in rows):
-            return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
-        kept = [self.kept_states[row] for row in rows]
-        pad, device = nn.utils.rnn.pad_sequence, input_ids.device
-        return TargetStates(
-            pad([states.tapped for states in kept], batch_first=True).to(device),
-            pad([states.final for states in kept], batch_first=True).to(device),
-        )
+    def states_of(self, input_ids, attention_mask, supervised) -> TargetStates:
+        """The target's states of a batch: from the store where it knows all rows, computed otherwise."""
+        stored = self.store.batch(input_ids, attention_mask, supervised) if self.store is not None else None
+        if stored is not None:
+            return stored
+        return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
 
     def draft_states(self, input_ids, attention_mask, anchors, tapped):
         """Backbone states `[batch, M, n, H]` of the blocks at `anchors [batch, M]`."""
@@ -219,7 +206,7 @@ class DominoObjective(nn.Module):
             dict: `loss`, detached `base_loss` and `final_loss`, and per draft `base_hits`, `final_hits`, `counts`
             `[n]` (top-1 hits among the ids of the softmax).
         """
-        states = self.states_of(input_ids, attention_mask)
+        states = self.states_of(input_ids, attention_mask, supervised)
         if anchors is None:
             anchors, kept = sample_anchors(first_anchors(supervised), num_anchors, generator)
         else:
@@ -290,7 +277,7 @@ class DominoObjective(nn.Module):
         input_ids = torch.tensor([row["input_ids"]], device=device)
         supervised = torch.tensor([row["supervised"]], device=device)
         attention_mask = torch.ones_like(input_ids)
-        states = target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
+        states = self.states_of(input_ids, attention_mask, supervised)
         every = first_anchors(supervised)[0].nonzero()[:, 0]
         lengths = {"base": [], "final": []}
         for part in every.split(chunk):
