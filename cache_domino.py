@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from accelerate import PartialState
 from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -147,8 +148,8 @@ class StatesStore:
             final[i, end - kept.final.shape[0] : end] = kept.final
         return TargetStates(tapped.to(input_ids.device), final.to(input_ids.device))
 
-    def require_room(self, needed: int, count: int) -> None:
-        """Say what is about to be kept and where.
+    def require_room(self, needed: int, count: int) -> str:
+        """In words what is about to be kept and where.
 
         Raises:
             ValueError: it does not fit.
@@ -160,7 +161,7 @@ class StatesStore:
                 f"{size} and {place} has {free / GIB:.2f} GiB free; make room, keep them in bfloat16 "
                 "(--states_dtype bfloat16), lower --max_length, or train without keeping states."
             )
-        print(f"{size}; {place} has {free / GIB:.2f} GiB free", flush=True)
+        return f"{size}; {place} has {free / GIB:.2f} GiB free"
 
 
 class MemoryStates(StatesStore):
@@ -211,9 +212,10 @@ class DiskStates(StatesStore):
         ours = asdict(self.format)
         other = {name: found["format"].get(name) for name in ours if found["format"].get(name) != ours[name]}
         if other:
+            expected = {name: ours[name] for name in other}
             raise ValueError(
-                f"the states in '{self.directory}' were made for {other}, expected "
-                f"{ {name: ours[name] for name in other} }; name another directory, or the options they were made with."
+                f"the states in '{self.directory}' were made for {other}, expected {expected}; "
+                "name another directory, or the options they were made with."
             )
         gone = [name for name in found["shards"] if not (self.directory / name).exists()]
         if gone:
@@ -255,14 +257,14 @@ class DiskStates(StatesStore):
         return shutil.disk_usage(place).free, f"the disk of '{self.directory}'"
 
 
-def missing_rows(store: StatesStore, rows: Iterable[dict]) -> list[tuple[int, int]]:
-    """Places and lengths of the rows that the store does not know, each row once, short ones first."""
-    found: dict[str, tuple[int, int]] = {}
+def missing_rows(store: StatesStore, rows: Iterable[dict]) -> dict[str, int]:
+    """Places of the rows that the store does not know, by key."""
+    found: dict[str, int] = {}
     for i, row in enumerate(rows):
         key = row_key(row["input_ids"], row["supervised"])
         if key not in store:
-            found.setdefault(key, (i, len(row["input_ids"])))
-    return sorted(found.values(), key=lambda place: place[1])
+            found.setdefault(key, i)
+    return found
 
 
 def fill(store: StatesStore, target, rows, *, batch_tokens: int = 4096, rank: int = 0, world: int = 1) -> None:
@@ -275,12 +277,16 @@ def fill(store: StatesStore, target, rows, *, batch_tokens: int = 4096, rank: in
     Raises:
         ValueError: the states do not fit; nothing is written then.
     """
-    places = missing_rows(store, rows)
-    if not places:
+    missing = missing_rows(store, rows)
+    if not missing:
         return
+    needed = sum(store.format.row_bytes(rows[i]["supervised"]) for i in missing.values())
+    announcement = store.require_room(needed, len(missing))
     if rank == 0:
-        store.require_room(sum(store.format.row_bytes(rows[i]["supervised"]) for i, _ in places), len(places))
-    share = places[rank::world]
+        print(announcement, flush=True)
+    # Shares go by key: a list of what is missing would differ between processes once the first has written.
+    mine = [i for key, i in missing.items() if int(key[:8], 16) % world == rank]
+    share = sorted(((i, len(rows[i]["input_ids"])) for i in mine), key=lambda place: place[1])
     pending, size = {}, 0
     with tqdm(total=len(share), desc="target states", unit="row", disable=rank > 0) as bar:
         for numbers in _batches(share, batch_tokens):
@@ -316,3 +322,22 @@ def _run(format: StatesFormat, target, batch: list[dict]) -> list[TargetStates]:
     mask = torch.tensor([[1] * (width - gap) + [0] * gap for gap in gaps])
     states = target_states(target, format.layer_ids, ids.to(target.device), mask.to(target.device))
     return [format.cut(states, i, row["supervised"]) for i, row in enumerate(batch)]
+
+
+def prepare_states(target, layer_ids: list[int], rows, *, directory: str | None, dtype: str, rank: int, world: int):
+    """A store that knows all these rows: in `directory`, filled by all processes together, or in memory.
+
+    Args:
+        rows: as for `fill`; dtype: as for `StatesFormat.of`.
+        rank, world: this process and how many there are; all must call.
+    """
+    format = StatesFormat.of(target, layer_ids, dtype)
+    if directory is None:
+        store = MemoryStates(format)
+        fill(store, target, rows)
+        return store
+    store = DiskStates(directory, format)
+    fill(store, target, rows, rank=rank, world=world)
+    PartialState().wait_for_everyone()
+    store.reload()
+    return store

@@ -7,7 +7,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation, DraftOutput
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
 
@@ -118,3 +121,13 @@ def family(request):
 @pytest.fixture
 def target(family):
     return make_target(family)
+
+
+def save_target(directory, family: str = "llama", **overrides):
+    """A tiny target on disk with a tokenizer whose words are `t0` to `t63`: what a command line can name."""
+    target = make_target(family, **overrides)
+    target.save_pretrained(directory)
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t62", eos_token="t63").save_pretrained(directory)
+    return target
