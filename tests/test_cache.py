@@ -7,7 +7,7 @@ from collections import namedtuple
 import psutil
 import pytest
 import torch
-from conftest import make_drafter, make_target, prompt_ids
+from conftest import batch_of, drawn, make_drafter, make_target, prompt_ids
 from domino_spec import cache_domino
 from domino_spec.cache_domino import (
     DiskStates,
@@ -17,7 +17,7 @@ from domino_spec.cache_domino import (
     row_key,
     supervised_span,
 )
-from domino_spec.data_domino import BlockCollator
+from domino_spec.losses_domino import DraftLoss
 from domino_spec.objective_domino import DominoObjective, simulated_tau, target_states
 from safetensors.torch import load_file
 
@@ -36,10 +36,12 @@ def make_store(place, target, layer_ids=(1, 2), dtype="auto"):
     return MemoryStates(format) if place is None else DiskStates(place, format)
 
 
+LOSS = DraftLoss(cross_entropy=0.5, forward_kl=0.5)
+
+
 def loss_of(objective, rows=ROWS):
     """Loss of all rows as one batch; anchors are drawn from the same stream each time."""
-    batch = BlockCollator(62)(list(rows))
-    return objective(**batch, lam=0.4, num_anchors=4, generator=torch.Generator().manual_seed(0))["loss"]
+    return objective(**drawn(batch_of(*rows), 4, torch.Generator().manual_seed(0)), lam=0.4)["loss"]
 
 
 @pytest.mark.parametrize("place", [None, "states"])
@@ -47,7 +49,7 @@ def loss_of(objective, rows=ROWS):
 def test_loss_equals_the_online_one_without_the_targets_decoder(tmp_path, monkeypatch, place, dtype):
     target = make_target("qwen3").to(dtype)
     drafter = make_drafter(target)
-    online = DominoObjective(drafter, target, distill_weight=0.5)
+    online = DominoObjective(drafter, target, loss=LOSS)
     loss = loss_of(online)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in drafter.named_parameters()}
@@ -56,7 +58,7 @@ def test_loss_equals_the_online_one_without_the_targets_decoder(tmp_path, monkey
     fill(store, target, ROWS)
     monkeypatch.setattr(target, "get_decoder", lambda: pytest.fail("the target's decoder was run"))
     drafter.zero_grad()
-    kept = DominoObjective(drafter, target, distill_weight=0.5, store=store)
+    kept = DominoObjective(drafter, target, loss=LOSS, store=store)
     kept_loss = loss_of(kept)
     kept_loss.backward()
     assert kept_loss.item() == pytest.approx(loss.item(), abs=1e-5)
@@ -81,7 +83,7 @@ def test_states_lie_where_the_target_had_them(tmp_path):
     target = make_target("llama")
     store = make_store(tmp_path, target)
     fill(store, target, ROWS)
-    batch = BlockCollator(62)(ROWS)
+    batch = batch_of(*ROWS)
     kept = store.batch(**batch)
     exact = target_states(target, [1, 2], batch["input_ids"], batch["attention_mask"])
     for i, mask in enumerate(MASKS):
