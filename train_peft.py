@@ -17,12 +17,13 @@ import sys
 from dataclasses import dataclass, field
 
 import torch
+from datasets import concatenate_datasets
 from domino_spec import DominoConfig, DominoForSpeculation
+from domino_spec.cache_domino import prepare_states
 from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
 from domino_spec.report_domino import plot_curve
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
-from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
@@ -129,9 +130,20 @@ def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokeniz
     return parts["train"], parts["test"]
 
 
-def build_objective(args: DominoTrainingConfig, drafter, target, train) -> DominoObjective:
-    """The loss, with the target's states in memory where that is asked for."""
-    objective = DominoObjective(
+def build_objective(args: DominoTrainingConfig, drafter, target, train, held_out=None) -> DominoObjective:
+    """The loss, with the target's states computed before training where that is asked for."""
+    store = None
+    if args.keep_states or args.states_cache_dir:
+        store = prepare_states(
+            target,
+            drafter.config.target_layer_ids,
+            train if held_out is None else concatenate_datasets([train, held_out]),
+            directory=args.states_cache_dir,
+            dtype=args.states_dtype,
+            rank=args.process_index,
+            world=args.world_size,
+        )
+    return DominoObjective(
         drafter,
         target,
         loss=args.draft_loss(),
@@ -139,13 +151,8 @@ def build_objective(args: DominoTrainingConfig, drafter, target, train) -> Domin
         num_negatives=max(256, args.vocab_sample_size // 4),
         logits_chunk_size=args.logits_chunk_size,
         block_attention=args.block_attention,
+        store=store,
     )
-    if args.keep_states:
-        width = target.config.get_text_config().hidden_size * (len(drafter.config.target_layer_ids) + 1)
-        tokens = sum(map(len, train["input_ids"]))
-        print(f"keeping the target's states of {tokens} tokens: {tokens * width * 2 / 2**30:.1f} GiB")
-        objective.remember(train, lambda rows: tqdm(rows, desc="target states"))
-    return objective
 
 
 def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) -> FeatureScale | None:
@@ -193,7 +200,7 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     scale = measure_scale(args, drafter, target, train, collator)
     trainer = DominoTrainer(
-        build_objective(args, drafter, target, train),
+        build_objective(args, drafter, target, train, held_out),
         args,
         scale,
         train_dataset=train,

@@ -104,7 +104,15 @@ class DominoTrainingConfig(TrainingArguments):
         },
     )
     keep_states: bool = field(
-        default=False, metadata={"help": "Compute the target's states once and keep them in memory (bf16)."}
+        default=False, metadata={"help": "Compute the target's states once, before training, and keep them in memory."}
+    )
+    states_cache_dir: str | None = field(
+        default=None,
+        metadata={"help": "Keep them in this directory instead, for later runs too; what it lacks is added."},
+    )
+    states_dtype: str = field(
+        default="auto",
+        metadata={"help": "auto keeps the target's dtype: the loss is the same; bfloat16 halves a float32 target's."},
     )
     scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
     early_stopping_patience: int | None = field(

@@ -141,9 +141,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_target(directory, target=None) -> str:
+def save_target(directory, family: str = "llama", **overrides) -> str:
     """A directory with a tiny target and its tokenizer, for command lines."""
-    (target or make_target()).save_pretrained(directory)
+    make_target(family, **overrides).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return str(directory)
 
