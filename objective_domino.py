@@ -216,8 +216,9 @@ class DominoObjective(nn.Module):
             lam (float): weight of the base loss; the head runs only below 1.
             anchors (int `[batch, M]`, optional): fixed anchors instead of sampled ones.
         Returns:
-            dict: `loss`, detached `base_loss` and `final_loss`, and per draft `base_hits`, `final_hits`, `counts`
-            `[n]` (top-1 hits among the ids of the softmax).
+            dict: `loss`, detached `base_loss` and `final_loss`, per draft `base_hits`, `final_hits`, `counts`
+            `[n]` (top-1 hits among the ids of the softmax), and summed over blocks `base_leading`, `final_leading`
+            (leading hits of a block) and `blocks`.
         """
         states = self.states_of(input_ids, attention_mask)
         if anchors is None:
@@ -262,9 +263,11 @@ class DominoObjective(nn.Module):
         loss = lam * base + (1 - lam) * final if lam < 1 else base
         counts = torch.bincount(order, minlength=n)
         result = {"loss": loss, "base_loss": base.detach(), "final_loss": final.detach(), "counts": counts}
+        result["blocks"] = valid.any(-1).sum()
         for name in ("base", "final"):
             hit = hits.get(name, hits["base"])
             result[f"{name}_hits"] = torch.bincount(order[hit], minlength=n)
+            result[f"{name}_leading"] = leading_hits(hit, valid)
         return result
 
     def _loss(self, logits, where, teacher):
@@ -311,22 +314,34 @@ class DominoObjective(nn.Module):
         return {name: torch.cat(parts) for name, parts in lengths.items()}, every.tolist()
 
 
-def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> tuple[int, int]:
+def leading_hits(hits: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Leading hits of each block, summed over all blocks.
+
+    Args:
+        hits (bool `[N]`): hits of the kept labels, in the order of `valid`; valid (bool `[batch, M, n]`).
+    Returns:
+        int scalar.
+    """
+    grid = torch.zeros_like(valid).masked_scatter(valid, hits)  # [b, M, n]
+    return grid.long().cumprod(-1).sum()
+
+
+def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> list[int]:
     """Walk one answer as decoding would: each round keeps the accepted drafts and one bonus token.
 
     Args:
         accepted (int `[A]`): leading accepted drafts of a block at each anchor.
         anchors: their positions; end: position of the answer's last token.
     Returns:
-        kept tokens and rounds; their quotient over many answers is tau. (The mean of `accepted + 1` over all anchors
+        tokens kept in each round; their mean over many answers is tau. (The mean of `accepted + 1` over all anchors
         is not: it visits easy stretches as often as hard ones, while decoding jumps over them.)
     """
     at = dict(zip(anchors, accepted.tolist(), strict=True))
-    place, rounds, kept = anchors[0], 0, 0
+    place, kept = anchors[0], []
     while place < end:
-        step = min(at.get(place, 0) + 1, end - place)
-        place, kept, rounds = place + step, kept + step, rounds + 1
-    return kept, rounds
+        kept.append(min(at.get(place, 0) + 1, end - place))
+        place += kept[-1]
+    return kept
 
 
 def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
@@ -342,9 +357,16 @@ def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
 
 
 def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
-    """tau of base and final logits over held-out rows, and the per-anchor means beside them."""
-    kept, rounds = {"base": 0, "final": 0}, {"base": 0, "final": 0}
-    means: dict[str, list[float]] = {"base": [], "final": []}
+    """tau of base and final logits over held-out rows from simulated rounds, and what explains it.
+
+    Returns:
+        `tau_base`, `tau_final`; `acceptance_base_1..n`, `acceptance_final_1..n`: share of the rounds in which draft i
+        was kept (the token that ends an answer counts as its round's own); `head_share`: the head's part of the gain
+        over plain decoding, `(tau_final - tau_base) / (tau_final - 1)`, 0 without a gain; `anchor_mean_base`,
+        `anchor_mean_final`: mean of leading hits + 1 over all anchors, which is not tau.
+    """
+    kept: dict[str, list[int]] = {"base": [], "final": []}
+    means: dict[str, list[int]] = {"base": [], "final": []}
     for row in rows:
         lengths, anchors = objective.accepted_lengths(row)
         for name, accepted in lengths.items():
@@ -353,11 +375,19 @@ def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
                 inside = [i for i, anchor in enumerate(anchors) if first <= anchor < end]
                 if inside:
                     part = slice(inside[0], inside[-1] + 1)
-                    tokens, steps = simulated_rounds(accepted[part], anchors[part], end)
-                    kept[name] += tokens
-                    rounds[name] += steps
-    result = {f"tau_{name}": kept[name] / max(rounds[name], 1) for name in kept}
-    return result | {f"anchor_mean_{name}": sum(x) / max(len(x), 1) for name, x in means.items()}
+                    kept[name] += simulated_rounds(accepted[part], anchors[part], end)
+    result = {f"tau_{name}": _mean(rounds) for name, rounds in kept.items()}
+    gain = result["tau_final"] - 1
+    result["head_share"] = (result["tau_final"] - result["tau_base"]) / gain if gain > 0 else 0.0
+    for name, rounds in kept.items():
+        for i in range(1, objective.config.num_drafts + 1):
+            result[f"acceptance_{name}_{i}"] = _mean([tokens > i for tokens in rounds])
+    return result | {f"anchor_mean_{name}": _mean(lengths) for name, lengths in means.items()}
+
+
+def _mean(values: list) -> float:
+    """Mean, 0 of nothing."""
+    return sum(values) / max(len(values), 1)
 
 
 @torch.no_grad()

@@ -170,16 +170,21 @@ class DominoTrainer(Trainer):
         for name in ("base_loss", "final_loss"):
             self.sums[name] += result[name].item()
         self.sums["lambda"] += lam
+        for name in ("base_leading", "final_leading", "blocks"):
+            self.sums[name] += result[name].item()
         for name in ("base_hits", "final_hits", "counts"):
             for i, value in enumerate(result[name].tolist()):
                 self.sums[name, i] += value
         return (result["loss"], result) if return_outputs else result["loss"]
 
     def log(self, logs: dict, *args, **kwargs) -> None:
-        """Add lambda, losses and accuracy per draft to what the Trainer reports."""
+        """Add lambda, losses, leading hits + 1 per block (not tau) and accuracy per draft to what is reported."""
         if "loss" in logs and self.sums["batches"]:
             batches = self.sums["batches"]
             logs |= {name: round(self.sums[name] / batches, 4) for name in ("lambda", "base_loss", "final_loss")}
+            for name in ("base", "final"):
+                leading = self.sums[f"{name}_leading"] / max(self.sums["blocks"], 1)
+                logs[f"anchor_mean_{name}"] = round(1 + leading, 4)
             for i in range(self.objective.config.num_drafts):
                 count = max(self.sums["counts", i], 1)
                 logs[f"base_accuracy_{i + 1}"] = round(self.sums["base_hits", i] / count, 4)
