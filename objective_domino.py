@@ -216,9 +216,8 @@ class DominoObjective(nn.Module):
             lam (float): weight of the base loss; the head runs only below 1.
             anchors (int `[batch, M]`, optional): fixed anchors instead of sampled ones.
         Returns:
-            dict: `loss`, detached `base_loss` and `final_loss`, per draft `base_hits`, `final_hits`, `counts`
-            `[n]` (top-1 hits among the ids of the softmax), and summed over blocks `base_leading`, `final_leading`
-            (leading hits of a block) and `blocks`.
+            dict: `loss`, detached `base_loss` and `final_loss`, and per draft `base_hits`, `final_hits`, `counts`
+            `[n]` (top-1 hits among the ids of the softmax).
         """
         states = self.states_of(input_ids, attention_mask)
         if anchors is None:
@@ -263,11 +262,9 @@ class DominoObjective(nn.Module):
         loss = lam * base + (1 - lam) * final if lam < 1 else base
         counts = torch.bincount(order, minlength=n)
         result = {"loss": loss, "base_loss": base.detach(), "final_loss": final.detach(), "counts": counts}
-        result["blocks"] = valid.any(-1).sum()
         for name in ("base", "final"):
             hit = hits.get(name, hits["base"])
             result[f"{name}_hits"] = torch.bincount(order[hit], minlength=n)
-            result[f"{name}_leading"] = leading_hits(hit, valid)
         return result
 
     def _loss(self, logits, where, teacher):
@@ -312,18 +309,6 @@ class DominoObjective(nn.Module):
                 hits = (logits.argmax(-1) == labels) & valid[0]
                 lengths[name].append(hits.long().cumprod(-1).sum(-1))
         return {name: torch.cat(parts) for name, parts in lengths.items()}, every.tolist()
-
-
-def leading_hits(hits: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Leading hits of each block, summed over all blocks.
-
-    Args:
-        hits (bool `[N]`): hits of the kept labels, in the order of `valid`; valid (bool `[batch, M, n]`).
-    Returns:
-        int scalar.
-    """
-    grid = torch.zeros_like(valid).masked_scatter(valid, hits)  # [b, M, n]
-    return grid.long().cumprod(-1).sum()
 
 
 def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> list[int]:
@@ -390,11 +375,8 @@ def _mean(values: list) -> float:
     return sum(values) / max(len(values), 1)
 
 
-@torch.no_grad()
-def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
-    """Start the draft layers from target layers of the same shape, which know what the tapped states mean.
-
-    A target without QK-norm gets norm weights of the size its own queries and keys have.
+def check_source_layers(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
+    """Raise one sentence when draft layers cannot start from these target layers; shapes alone, no weights.
 
     Raises:
         ValueError: not one id per draft layer, or layers of another shape.
@@ -408,14 +390,29 @@ def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: lis
     for ours, i in zip(drafter.layers, layer_ids, strict=True):
         theirs = layers[i].state_dict()
         for name, parameter in ours.named_parameters():
-            if name not in theirs:
-                continue
-            if theirs[name].shape != parameter.shape:
+            if name in theirs and theirs[name].shape != parameter.shape:
                 raise ValueError(
                     f"target layer {i} has a {name} of {tuple(theirs[name].shape)}, the draft layer "
                     f"{tuple(parameter.shape)}; draft layers of other sizes start from noise: drop the option."
                 )
-            parameter.copy_(theirs[name])
+
+
+@torch.no_grad()
+def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
+    """Start the draft layers from target layers of the same shape, which know what the tapped states mean.
+
+    A target without QK-norm gets norm weights of the size its own queries and keys have.
+
+    Raises:
+        ValueError: not one id per draft layer, or layers of another shape.
+    """
+    check_source_layers(drafter, target, layer_ids)
+    layers = decoder_layers(target)
+    for ours, i in zip(drafter.layers, layer_ids, strict=True):
+        theirs = layers[i].state_dict()
+        for name, parameter in ours.named_parameters():
+            if name in theirs:
+                parameter.copy_(theirs[name])
         for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
             if f"self_attn.{norm}.weight" not in theirs:
                 # Inputs of a projection are normed: unit mean square, so rows' norms give the outputs' size.

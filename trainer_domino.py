@@ -66,8 +66,19 @@ class DominoTrainingConfig(TrainingArguments):
         default=False, metadata={"help": "Compute the target's states once and keep them in memory (bf16)."}
     )
     scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Check everything, print sizes, memory, steps and schedule from the target's config, and stop."
+        },
+    )
+    dry_run_processes: int | None = field(
+        default=None, metadata={"help": "Processes that --dry_run counts for (default: those of this launch)."}
+    )
 
     def __post_init__(self):
+        # A plan for eight GPUs is made on a laptop: nothing that only a GPU has may be asked for.
+        self.use_cpu = self.use_cpu or self.dry_run
         super().__post_init__()
         for name in ("stage1_ratio", "lambda_decay_ratio", "head_warmup_ratio", "distill_weight"):
             if not 0 <= getattr(self, name) <= 1:
@@ -170,21 +181,16 @@ class DominoTrainer(Trainer):
         for name in ("base_loss", "final_loss"):
             self.sums[name] += result[name].item()
         self.sums["lambda"] += lam
-        for name in ("base_leading", "final_leading", "blocks"):
-            self.sums[name] += result[name].item()
         for name in ("base_hits", "final_hits", "counts"):
             for i, value in enumerate(result[name].tolist()):
                 self.sums[name, i] += value
         return (result["loss"], result) if return_outputs else result["loss"]
 
     def log(self, logs: dict, *args, **kwargs) -> None:
-        """Add lambda, losses, leading hits + 1 per block (not tau) and accuracy per draft to what is reported."""
+        """Add lambda, losses and accuracy per draft to what the Trainer reports."""
         if "loss" in logs and self.sums["batches"]:
             batches = self.sums["batches"]
             logs |= {name: round(self.sums[name] / batches, 4) for name in ("lambda", "base_loss", "final_loss")}
-            for name in ("base", "final"):
-                leading = self.sums[f"{name}_leading"] / max(self.sums["blocks"], 1)
-                logs[f"anchor_mean_{name}"] = round(1 + leading, 4)
             for i in range(self.objective.config.num_drafts):
                 count = max(self.sums["counts", i], 1)
                 logs[f"base_accuracy_{i + 1}"] = round(self.sums["base_hits", i] / count, 4)
