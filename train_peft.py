@@ -6,6 +6,8 @@
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
     # continue from an existing drafter: --model_name_or_path DRAFTER
+    # check a run and print its sizes without loading anything: --dry_run
+    python train_peft.py --config recipes/qwen3-8b.yaml --dry_run --dry_run_processes 8
 
 Arguments carry TRL's names wherever TRL has one; a YAML file with the same names is taken by --config.
 """
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
+from domino_spec.dry_run_domino import dry_run, show
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
 from domino_spec.report_domino import plot_curve
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
@@ -179,6 +182,10 @@ def train(arguments: list[str] | None = None) -> None:
     if model.use_peft:
         raise ValueError("--use_peft is not there yet; go on from a drafter with --model_name_or_path instead.")
     config = drafter_config(script, model)
+    if args.dry_run:
+        if args.process_index == 0:
+            show(dry_run(script, args, model, config))
+        return
     torch.manual_seed(args.seed)
     target, tokenizer = load_target(script, args, model)
     drafter = build_drafter(script, model, config, target)
