@@ -7,12 +7,13 @@ import json
 import os
 import platform
 import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
+from .answer_prompts import read_jsonl
 from .configuration_domino import public_name
 
 CURVE_PLOT = "training_curve.png"
@@ -24,6 +25,8 @@ COLOURS = {"base": "tab:blue", "final": "tab:orange"}
 # Options that say where a run was and not what it was, or that nobody else may read.
 UNTOLD = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 UNTOLD |= {"target_model_name_or_path", "model_name_or_path", "dataset_name", "prompts_file", "disable_tqdm"}
+# Set by the library itself on a CPU.
+UNTOLD |= {"dataloader_pin_memory"}
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets")
 
 
@@ -74,13 +77,24 @@ def plot_curves(curve: list[dict], path: str, switch_step: int | None = None) ->
     save_figure(figure, path)
 
 
+def write_plots(directory: str, curve: list[dict], switch_step: int | None) -> None:
+    """Curves, and acceptance per draft where something was held out, as PNG files in a directory."""
+    plot_curves(curve, os.path.join(directory, CURVE_PLOT), switch_step)
+    measured = [entry for entry in curve if "eval_tau_final" in entry]
+    if measured:
+        last = {name.removeprefix("eval_"): value for name, value in measured[-1].items()}
+        plot_acceptance(last, os.path.join(directory, ACCEPTANCE_PLOT))
+
+
 def draw_losses(axis, steps: list[dict]) -> None:
     """Base and final loss, faint as logged and clear as a running mean; lambda dotted on an axis of its own."""
     places = [entry["step"] for entry in steps]
     for name, colour in COLOURS.items():
         values = [entry[f"{name}_loss"] for entry in steps]
+        # In stage 1 there is no final loss of its own: the base loss lies on top.
+        layer = 3 if name == "base" else 2
         axis.plot(places, values, color=colour, alpha=0.25, linewidth=1)
-        axis.plot(places, running_mean(values), color=colour, label=f"{name} logits")
+        axis.plot(places, running_mean(values), color=colour, zorder=layer, label=f"{name} logits")
     weight = axis.twinx()
     weight.plot(places, [entry["lambda"] for entry in steps], "k:", linewidth=1)
     weight.set_ylim(-0.03, 1.03)
@@ -124,7 +138,7 @@ def plot_acceptance(metrics: dict[str, float], path: str) -> None:
     axis.set_xlabel("draft")
     axis.set_ylabel("rounds in which it was kept, %")
     axis.set_ylim(0, 105)
-    axis.legend()
+    axis.legend(loc="upper right")
     save_figure(figure, path)
 
 
@@ -175,16 +189,29 @@ def command_line(arguments: list[str], processes: int) -> str:
     return shlex.join(words)
 
 
-def changed_options(given, fresh) -> dict:
-    """Options of a dataclass instance that differ from a fresh one's, those of `UNTOLD` left out."""
+def changed_options(given) -> dict:
+    """Options of a dataclass instance that differ from their defaults, those of `UNTOLD` left out.
+
+    The defaults are read off the fields: a fresh instance of training arguments would reset accelerate's state.
+    """
     changed = {}
     for option in fields(given):
         value = getattr(given, option.name)
-        plain = isinstance(value, (int, float, str, list)) or value is None
-        if plain and option.name not in UNTOLD and value != getattr(fresh, option.name):
+        default = option.default_factory() if option.default is MISSING else option.default
+        plain = isinstance(value, (int, float, str, list))
+        # The library turns some options that were not given into empty lists or False.
+        unset = not value and default in (None, False, "", "none")
+        if plain and not unset and option.name not in UNTOLD and value != default:
             # Enumerations of the library print their class's name too.
             changed[option.name] = getattr(value, "value", value)
     return changed
+
+
+def answers_settings(dataset: str) -> dict:
+    """How the target wrote the answers of a local file, which its first line records; empty elsewhere."""
+    if not dataset.endswith((".jsonl", ".jsonl.xz")) or not os.path.exists(dataset):
+        return {}
+    return next(read_jsonl(dataset), {}).get("settings", {})
 
 
 def hardware(device: torch.device, processes: int) -> str:
@@ -295,8 +322,8 @@ def results(facts: RunFacts, curve: list[dict]) -> str:
     return "\n".join(lines) + (
         f"\n\nThe head's share of the gain over plain decoding is {last['eval_head_share']:.0%}. Measured at step "
         f"{last['step']} on {facts.held_out} rows held out of the training data: each of their answers is walked as "
-        "greedy decoding would walk it, in rounds that keep the accepted drafts and one token of the target's, and tau "
-        "is kept tokens per round; the columns give the share of rounds in which draft i was kept. Other prompts, "
+        "greedy decoding would walk it, in rounds that keep the accepted drafts and one token of the target's; tau "
+        "is kept tokens per round. The columns give the share of rounds in which draft i was kept. Other prompts, "
         "sampling and lower precision give other numbers, and tau is no speed: what a round costs decides that.\n\n"
         f"![training curve]({CURVE_PLOT})\n\n![acceptance per draft]({ACCEPTANCE_PLOT})"
     )

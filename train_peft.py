@@ -14,7 +14,6 @@ Arguments carry TRL's names wherever TRL has one; a YAML file with the same name
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
 from domino_spec.dry_run_domino import dry_run, show
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
-from domino_spec.report_domino import plot_curve
+from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -160,6 +159,22 @@ def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) 
     return scale
 
 
+def run_facts(script, args, model, arguments: list[str] | None, train, held_out) -> RunFacts:
+    """What the model card tells beyond what the trainer logs."""
+    return RunFacts(
+        target=script.target_model_name_or_path,
+        dataset=script.dataset_name,
+        drafter=model.model_name_or_path,
+        rows=len(train),
+        tokens=sum(map(len, train["input_ids"])),
+        supervised=sum(map(sum, train["supervised"])),
+        held_out=len(held_out or ()),
+        settings=answers_settings(script.dataset_name),
+        command=command_line(sys.argv[1:] if arguments is None else arguments, args.world_size),
+        changed=changed_options(script) | changed_options(args) | changed_options(model),
+    )
+
+
 def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer) -> None:
     """The drafter in bf16, and what there is to look at."""
     directory = trainer.args.output_dir
@@ -168,7 +183,8 @@ def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer
     drafter.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
-    plot_curve(trainer.curve, os.path.join(directory, "training_curve.png"))
+    write_plots(directory, trainer.curve, trainer.curriculum.stage1_steps)
+    trainer.create_model_card()
     print(f"drafter saved to {directory}")
 
 
@@ -190,7 +206,7 @@ def train(arguments: list[str] | None = None) -> None:
     target, tokenizer = load_target(script, args, model)
     drafter = build_drafter(script, model, config, target)
     train, held_out = load_data(script, args, tokenizer)
-    supervised = sum(sum(row) for row in train["supervised"])
+    supervised = sum(map(sum, train["supervised"]))
     size = sum(p.numel() for p in drafter.parameters())
     print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
@@ -204,6 +220,7 @@ def train(arguments: list[str] | None = None) -> None:
         data_collator=collator,
         processing_class=tokenizer,
     )
+    trainer.facts = run_facts(script, args, model, arguments, train, held_out)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if held_out is not None:
         print(trainer.evaluate())

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from .modeling_domino import DominoForSpeculation
 from .objective_domino import DominoObjective, FeatureScale, simulated_tau
+from .report_domino import RunFacts, hardware, write_card
 
 CURVE = "training_curve.jsonl"
 TRAINER_EXTRAS = "domino_trainer.safetensors"
@@ -137,6 +138,7 @@ class DominoTrainer(Trainer):
         self.sums: Counter = Counter()
         self.anchor_generator = torch.Generator().manual_seed(args.seed)
         self.curve: list[dict] = []
+        self.facts: RunFacts | None = None
         self.add_callback(_StageSwitch(self))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -226,6 +228,20 @@ class DominoTrainer(Trainer):
         """Everything that was logged, a line each."""
         with open(os.path.join(output_dir, CURVE), "w", encoding="utf-8") as file:
             file.writelines(json.dumps(entry) + "\n" for entry in self.curve)
+
+    def create_model_card(self, model_name: str | None = None, **metadata) -> None:
+        """Write the drafter's card into the output directory; the library calls this before it pushes.
+
+        Args:
+            model_name (str, optional): of the repository (default: the output directory's name).
+            **metadata: `license`, `language` and `tags` of the card's header; what else the library says is ignored.
+        """
+        if self.facts is None or not self.is_world_process_zero():
+            return
+        args = self.args
+        name = args.hub_model_id or model_name or os.path.basename(os.path.normpath(args.output_dir))
+        header = {key: metadata[key] for key in ("license", "language", "tags") if key in metadata}
+        write_card(args.output_dir, self.facts, self.curve, hardware(args.device, args.world_size), name, **header)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """Weights, feature scale, anchor stream and curve of a checkpoint."""

@@ -118,3 +118,16 @@ def family(request):
 @pytest.fixture
 def target(family):
     return make_target(family)
+
+
+def save_target(directory, family: str = "llama", **overrides):
+    """A tiny target and its tokenizer (words `w0` to `w57`, then special ids) as a directory on disk."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    target = make_target(family, **overrides)
+    target.save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w57"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w62", bos_token="w61").save_pretrained(directory)
+    return target
