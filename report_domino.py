@@ -265,7 +265,8 @@ def card_data(facts: RunFacts, **metadata) -> ModelCardData:
         "datasets": None if os.path.exists(facts.dataset) else [facts.dataset],
     }
     given = {key: value for key, value in metadata.items() if value is not None}
-    given["tags"] = known["tags"] + [tag for tag in given.get("tags", []) if tag not in known["tags"]]
+    more = given.get("tags", [])
+    given["tags"] = list(dict.fromkeys(known["tags"] + ([more] if isinstance(more, str) else more)))
     return ModelCardData(**{key: value for key, value in (known | given).items() if value is not None})
 
 
