@@ -72,7 +72,7 @@ def dry_run(script, args, model, config: DominoConfig | None) -> list[Section]:
     per_epoch, total = optimizer_steps(data.train_rows, args, processes)
     curriculum = None
     if total is not None:
-        curriculum = Curriculum(total, args.stage1_ratio, args.lambda_decay_ratio, args.head_warmup_ratio)
+        curriculum = Curriculum.planned(args, total)
     return [
         ("drafter", layout_rows(drafter.config)),
         ("parameters", parameter_rows(drafter)),
@@ -278,6 +278,7 @@ def id_of(tensor: torch.Tensor) -> int:
 def logits_bytes(args, config: DominoConfig, vocab_size: int) -> int:
     """fp32 logits of the draft tokens that meet the vocabulary at one time."""
     tokens = args.per_device_train_batch_size * args.num_anchors * config.num_drafts
+    tokens = min(tokens, max(args.logits_chunk_size, config.num_drafts))
     ids = min(vocab_size, args.vocab_sample_size * 5 // 4) if args.vocab_sample_size else vocab_size
     return 4 * LOGITS_COPIES * tokens * ids
 

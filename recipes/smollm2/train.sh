@@ -11,8 +11,7 @@ python recipes/smollm2/make_prompts.py --output_file "$OUT/prompts.jsonl" --extr
     --per_kind 1500 --extra_per_kind 2500
 python answer_prompts.py --target_model_name_or_path "$TARGET" --prompts "$OUT/prompts.jsonl" \
     --output_file "$OUT/answers.jsonl" --max_new_tokens 128 --batch_size 128 --dtype float32 ${MAX_PROMPTS:+--max_prompts $MAX_PROMPTS}
-# Go on from the last checkpoint of an interrupted run.
-RESUME=$(ls -d "$OUT"/drafter/checkpoint-* 2>/dev/null | head -n 1)
+# An interrupted run goes on from its last whole checkpoint.
 accelerate launch --cpu train_peft.py --config recipes/smollm2.yaml --target_model_name_or_path "$TARGET" \
     --dataset_name "$OUT/answers.jsonl" --output_dir "$OUT/drafter" --max_steps "$STEPS" \
-    ${RESUME:+--resume_from_checkpoint True}
+    --resume_from_checkpoint True
