@@ -6,13 +6,14 @@
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
     # continue from an existing drafter: --model_name_or_path DRAFTER
+    # check a run and print its sizes without loading anything: --dry_run
+    python train_peft.py --config recipes/qwen3-8b.yaml --dry_run --dry_run_processes 8
 
 Arguments carry TRL's names wherever TRL has one; a YAML file with the same names is taken by --config.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field
 
@@ -21,8 +22,9 @@ from datasets import concatenate_datasets
 from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.cache_domino import prepare_states
 from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
+from domino_spec.dry_run_domino import dry_run, show
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
-from domino_spec.report_domino import plot_curve
+from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
@@ -167,6 +169,22 @@ def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) 
     return scale
 
 
+def run_facts(script, args, model, arguments: list[str] | None, train, held_out) -> RunFacts:
+    """What the model card tells beyond what the trainer logs."""
+    return RunFacts(
+        target=script.target_model_name_or_path,
+        dataset=script.dataset_name,
+        drafter=model.model_name_or_path,
+        rows=len(train),
+        tokens=sum(map(len, train["input_ids"])),
+        supervised=sum(map(sum, train["supervised"])),
+        held_out=len(held_out or ()),
+        settings=answers_settings(script.dataset_name),
+        command=command_line(sys.argv[1:] if arguments is None else arguments, args.world_size),
+        changed=changed_options(script) | changed_options(args) | changed_options(model),
+    )
+
+
 def save_result(trainer: DominoTrainer, tokenizer) -> None:
     """The drafter in bf16, and what there is to look at."""
     directory = trainer.args.output_dir
@@ -175,7 +193,8 @@ def save_result(trainer: DominoTrainer, tokenizer) -> None:
     drafter.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
-    plot_curve(trainer.curve, os.path.join(directory, "training_curve.png"))
+    write_plots(directory, trainer.curve, trainer.curriculum.stage1_steps)
+    trainer.create_model_card()
     print(f"drafter saved to {directory}")
 
 
@@ -189,6 +208,10 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
     if model.use_peft:
         raise ValueError("--use_peft is not there yet; go on from a drafter with --model_name_or_path instead.")
     config = drafter_config(script, model)
+    if args.dry_run:
+        if args.process_index == 0:
+            show(dry_run(script, args, model, config))
+        return
     torch.manual_seed(args.seed)
     target, tokenizer = load_target(script, args, model)
     drafter = build_drafter(script, model, config, target)
@@ -208,6 +231,7 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
         data_collator=collator,
         processing_class=tokenizer,
     )
+    trainer.facts = run_facts(script, args, model, arguments, train, held_out)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if held_out is not None:
         metrics = trainer.evaluate()
