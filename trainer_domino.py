@@ -70,7 +70,8 @@ class DominoTrainingConfig(TrainingArguments):
         default=50, metadata={"help": "Optimizer steps over which an adaptive switch averages."}
     )
     stage_switch_patience: int = field(
-        default=3, metadata={"help": "Windows without 1% growth after which an adaptive switch leaves stage 1."}
+        default=3,
+        metadata={"help": "Windows without 1 percent of growth after which adaptive leaves stage 1."},
     )
     ce_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy with the target's token."})
     kl_weight: float = field(default=0.0, metadata={"help": "Weight of KL(target || draft)."})

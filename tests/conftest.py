@@ -146,5 +146,10 @@ def save_target(directory, family: str = "llama", **overrides):
     target.save_pretrained(directory)
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t62", eos_token="t63").save_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t62", eos_token="t63")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 't52' if m.role == 'assistant' else 't51' }} {{ m.content }} t59 {% endfor %}"
+        "{% if add_generation_prompt %}t52{% endif %}"
+    )
+    tokenizer.save_pretrained(directory)
     return target
