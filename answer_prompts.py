@@ -24,6 +24,16 @@ from domino_spec.chat_domino import render
 from tqdm.auto import tqdm
 
 
+def _json_object(text: str) -> dict:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"chat_template_kwargs is {text!r}; expected a JSON object, like '{{\"a\": false}}'.")
+    return found
+
+
 @dataclass
 class AnswerOptions:
     """How the target answers.
@@ -55,12 +65,7 @@ class AnswerOptions:
                 "expected at least 0, a share above 0 up to 1, and at least 0."
             )
         if isinstance(self.chat_template_kwargs, str):
-            try:
-                self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"chat_template_kwargs is {self.chat_template_kwargs!r}: {error}; expected a JSON object."
-                ) from None
+            self.chat_template_kwargs = _json_object(self.chat_template_kwargs)
 
     @property
     def sampling(self) -> dict:

@@ -5,13 +5,15 @@ import lzma
 
 import pytest
 import torch
-from conftest import make_target
+from conftest import MASK_ID, make_target, save_target
 from datasets import Dataset
 from domino_spec.answer_prompts import (
+    AnswerOptions,
     answer,
     answer_batch,
     load_answers,
     pack,
+    part_files,
     prompt_key,
     read_jsonl,
     tokenize_prompt,
@@ -21,9 +23,12 @@ from domino_spec.data_domino import (
     BlockCollator,
     load_mixture,
     load_rows,
+    load_split,
     prepare_dataset,
     tokenize_row,
 )
+from domino_spec.train_peft import main as train_main
+from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -118,14 +123,15 @@ LLAMA3 = """{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }
 {{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
 
 {% endif %}"""
-GEMMA = """{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+GEMMA = """{{ bos_token }}{% if messages[0].role == 'system' %}
+{{ raise_exception('System role not supported') }}{% endif %}
 {% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
 {{ m.content | trim }}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 # Earlier thinking is dropped, the last answer always shows some; thinking can be switched off in the prompt.
-QWEN3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}
-{%- endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+QWEN3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}
+{%- set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
 {% set parts = m.content.split('</think>') %}{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>
 {{ parts[0].split('<think>')[-1].strip() if parts | length > 1 else '' }}
 </think>
@@ -214,15 +220,11 @@ def test_thinking_off_is_a_template_option():
     off = {"enable_thinking": False}
     rows = supervise_turns(turns("a", "b"), tokenizer, {}, off)
     assert spans(rows, tokenizer) == [["b<|im_end|>"]]
-    assert spans(supervise_turns(turns("a", "b"), tokenizer, {}), tokenizer) == [
-        ["<think>\n\n</think>\n\nb<|im_end|>"]
-    ]
+    thinking = supervise_turns(turns("a", "b"), tokenizer, {})
+    assert spans(thinking, tokenizer) == [["<think>\n\n</think>\n\nb<|im_end|>"]]
     # A row's own option goes before the run's, as in TRL.
     row = {"messages": turns("a", "b"), "chat_template_kwargs": {"enable_thinking": True}}
-    assert (
-        tokenize_row(row, tokenizer, off)["supervised"]
-        == tokenize_row({"messages": turns("a", "b")}, tokenizer)["supervised"]
-    )
+    assert tokenize_row(row, tokenizer, off) == thinking[0]
     prompt = tokenize_prompt({"prompt": turns("a")}, tokenizer, off)
     assert rows[0]["input_ids"][: len(prompt)] == prompt and len(prompt) == rows[0]["supervised"].index(1)
 
@@ -319,7 +321,8 @@ def test_mixtures_take_usable_rows_in_their_shares(tmp_path):
 
 # Answers ------------------------------------------------------------------------------------------------------------
 
-SETTINGS = {"target": "Tiny", "dtype": "float32", "max_new_tokens": 8, "do_sample": False}
+GREEDY = AnswerOptions(max_new_tokens=8, answer_batch_size=2)
+SAMPLED = AnswerOptions(max_new_tokens=8, answer_batch_size=2, temperature=1.0, top_k=20, answer_seed=5)
 PROMPTS = [{"messages": CHAT[:1]}, {"messages": CHAT}, {"prompt": "hello"}, {"prompt": "abcdefgh"}, {"prompt": "zz"}]
 
 
@@ -327,7 +330,7 @@ def answers_of(path) -> dict:
     return {row["key"]: row for row in list(read_jsonl(path))[1:]}
 
 
-def test_answers_are_the_targets_own(tmp_path):
+def test_answers_are_the_targets_own():
     target = make_target()
     ids = [[5, 9, 2], [4, 4, 4, 4, 4, 1]]
     plain = [target.generate(torch.tensor([row]), max_new_tokens=8, do_sample=False)[0].tolist() for row in ids]
@@ -339,10 +342,12 @@ def test_answers_are_the_targets_own(tmp_path):
     assert answer_batch(target, ids, 62, max_new_tokens=8, do_sample=False)[0] == free[0][: first + 1]
 
 
-def test_answering_resumes_after_an_interruption(tmp_path):
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED])
+def test_answering_resumes_as_if_never_interrupted(tmp_path, options):
+    """Sampled answers too are those of the uninterrupted run, wherever it was cut."""
     target, tokenizer = make_target(), FakeTokenizer()
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS, 2)
+    answer(target, tokenizer, iter(PROMPTS), whole, options)
     expected = answers_of(whole)
     assert len(expected) == 5
     first = expected[prompt_key(tokenizer.apply_chat_template(CHAT[:1], True)["input_ids"])]
@@ -361,23 +366,70 @@ def test_answering_resumes_after_an_interruption(tmp_path):
             return generate(*args, **kwargs)
 
         target.generate = counting
-        answer(target, tokenizer, iter(PROMPTS), str(broken), SETTINGS, 2)
+        answer(target, tokenizer, iter(PROMPTS), broken, options)
         del target.generate
         assert answers_of(broken) == expected
-        assert sum(calls) == 5 - max(0, data[:cut].count(b"\n") - 1)
-        assert json.loads(broken.read_text().splitlines()[0]) == {"settings": SETTINGS}
+        done = max(0, data[:cut].count(b"\n") - 1)
+        # A sampled batch is drawn again as a whole.
+        assert sum(calls) == 5 - (done if options is GREEDY else done // 2 * 2)
+        assert json.loads(broken.read_text().splitlines()[0]) == {"settings": options.settings(target)}
     before = whole.read_bytes()
-    answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS, 2)
+    torch.manual_seed(99)
+    answer(target, tokenizer, iter(PROMPTS), whole, options)
     assert whole.read_bytes() == before
+
+
+def test_processes_answer_shares_of_the_same_batches(tmp_path):
+    target, tokenizer = make_target(), FakeTokenizer()
+    one = answer(target, tokenizer, PROMPTS, tmp_path / "answers.jsonl", SAMPLED)
+    parts = [answer(target, tokenizer, PROMPTS, tmp_path / "answers.jsonl", SAMPLED, rank, 2) for rank in range(2)]
+    assert parts == part_files(tmp_path / "answers.jsonl", 2) and one not in parts
+    shares = [answers_of(part) for part in parts]
+    assert [len(share) for share in shares] == [3, 2] and shares[0] | shares[1] == answers_of(one)
+
+
+def test_settings_record_whatever_decides_the_answers(tmp_path):
+    target, tokenizer = make_target(), FakeTokenizer()
+    target.config._name_or_path = "/models/Tiny"
+    settings = {"target": "Tiny", "dtype": "float32", "max_new_tokens": 8, "do_sample": False}
+    assert GREEDY.settings(target) == settings
+    sampled = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 1.0, "seed": 5, "batch_size": 2}
+    assert SAMPLED.settings(target) == settings | sampled
+    off = AnswerOptions(max_new_tokens=8, chat_template_kwargs='{"enable_thinking": false}')
+    assert off.settings(target) == settings | {"chat_template_kwargs": {"enable_thinking": False}}
+    answer(target, tokenizer, PROMPTS, tmp_path / "answers.jsonl", GREEDY)
+    target.generation_config.repetition_penalty = 1.3
+    assert GREEDY.settings(target) == settings | {"generation_config": {"repetition_penalty": 1.3}}
     with pytest.raises(ValueError, match="same settings to resume"):
-        answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS | {"max_new_tokens": 9}, 2)
+        answer(target, tokenizer, PROMPTS, tmp_path / "answers.jsonl", GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"temperature": -1.0}, "temperature, top_p and top_k are -1.0"),
+        ({"top_p": 0.0}, "top_p and top_k are 0.0, 0.0"),
+        ({"chat_template_kwargs": "{thinking"}, "expected a JSON object"),
+        ({"chat_template_kwargs": "[1]"}, "expected a JSON object"),
+    ],
+)
+def test_bad_answer_options(option, said):
+    with pytest.raises(ValueError, match=said):
+        AnswerOptions(**option)
+
+
+def test_long_prompts_are_skipped_and_counted(tmp_path, capsys):
+    options = AnswerOptions(max_new_tokens=2, max_prompt_tokens=6, max_prompts=4)
+    path = answer(make_target(), FakeTokenizer(), PROMPTS, tmp_path / "answers.jsonl", options)
+    assert len(answers_of(path)) == 2
+    assert "skipped 2 prompts over 6 tokens" in capsys.readouterr().out
 
 
 def test_packed_answers_join_their_prompts(tmp_path):
     target, tokenizer = make_target(), FakeTokenizer()
-    path, prompts = tmp_path / "answers.jsonl", tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    answer(target, tokenizer, read_jsonl(prompts), str(path), SETTINGS, 2)
+    path, prompts = tmp_path / "answers.jsonl", write_jsonl(tmp_path / "prompts.jsonl", PROMPTS)
+    answer(target, tokenizer, read_jsonl(prompts), path, GREEDY)
     packed = pack(str(path))
     assert "prompt_ids" not in lzma.open(packed, "rt").read()
     plain = load_answers(path)
@@ -388,9 +440,98 @@ def test_packed_answers_join_their_prompts(tmp_path):
     assert tokenize_row(rows[0], tokenizer) == tokenize_row(plain[0], tokenizer)
     with pytest.raises(ValueError, match="without their prompts"):
         load_answers(packed, tokenizer)
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"prompt": "qqq"}) + "\n")
+    other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "qqq"}])
     with pytest.raises(ValueError, match="none of the answers"):
         load_answers(packed, tokenizer, other)
     with pytest.raises(FileNotFoundError, match="no dataset file"):
         load_rows(str(tmp_path / "nothing.jsonl"), tokenizer)
+
+
+# The command line ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def call(tmp_path):
+    """`train_peft.py` on a tiny target of its own: options in, the output directory's path out."""
+    save_target(tmp_path / "target", eos_token_id=63)
+
+    def run(*options):
+        arguments = ["--target_model_name_or_path", tmp_path / "target", "--use_cpu", "--max_steps", 1]
+        arguments += ["--output_dir", tmp_path / "out", "--num_hidden_layers", 1, "--block_size", 6]
+        arguments += ["--mask_token_id", MASK_ID, "--head_hidden_size", 8, "--head_rank", 4, "--eval_rows", 0]
+        arguments += ["--num_anchors", 4, "--save_strategy", "no", "--disable_tqdm", True]
+        train_main([str(argument) for argument in (*arguments, *options)])
+        return tmp_path / "out"
+
+    return run
+
+
+def weights(directory) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def test_a_run_that_could_learn_nothing_stops(tmp_path, call, capsys):
+    """F6: every label lost to truncation, or none there from the start; some lost: said, and the rest trains."""
+    lost = {"prompt_ids": list(range(20)), "completion_ids": [1, 2, 3]}
+    bare = {"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 0, 1]}
+    for rows in ([lost] * 4, [bare] * 4):
+        data = write_jsonl(tmp_path / "rows.jsonl", rows)
+        with pytest.raises(
+            SystemExit, match="0 usable rows.*nothing left to learn from: add rows, raise --max_length"
+        ):
+            call("--dataset_name", data, "--max_length", 20)
+        assert not (tmp_path / "out" / "model.safetensors").exists()
+    kept = {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5, 6, 7]}
+    capsys.readouterr()
+    call("--dataset_name", write_jsonl(tmp_path / "rows.jsonl", [lost, bare, kept]), "--max_length", 20)
+    said = capsys.readouterr().out
+    assert "dropped 2 of 3 rows" in said and "1 rows, 4 supervised tokens" in said
+
+
+def test_one_valid_anchor_trains(tmp_path, call):
+    """F13: rows shorter than a block, one of whose tokens can be drafted."""
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"prompt_ids": [7, 8], "completion_ids": [3, 4]}] * 2)
+    still = weights(call("--dataset_name", data, "--learning_rate", 0, "--warmup_steps", 0))
+    moved = weights(call("--dataset_name", data, "--learning_rate", 0.1, "--warmup_steps", 0))
+    assert not torch.equal(moved["fc.weight"], still["fc.weight"])
+    assert all(weight.isfinite().all() for weight in moved.values())
+
+
+CHATS = [{"messages": [{"role": "user", "content": f"t{i} t{i + 1}"}]} for i in range(6)]
+
+
+def test_answers_are_made_before_training_and_once(tmp_path, call):
+    options = ["--dataset_name", write_jsonl(tmp_path / "prompts.jsonl", CHATS), "--generate_answers"]
+    options += ["--max_new_tokens", 6, "--states_cache_dir", tmp_path / "states"]
+    out = call(*options)
+    answers = list(read_jsonl(out / "answers.jsonl"))
+    settings = {"target": "target", "dtype": "float32", "max_new_tokens": 6, "do_sample": False}
+    assert answers[0] == {"settings": settings}
+    assert sorted(row["prompt_ids"] for row in answers[1:]) == [[51, i, i + 1, 59, 52] for i in range(6)]
+    index = tmp_path / "states" / "index.json"
+    before = (out / "answers.jsonl").read_bytes(), index.stat().st_mtime_ns
+    call(*options)
+    assert before == ((out / "answers.jsonl").read_bytes(), index.stat().st_mtime_ns)
+    with pytest.raises(SystemExit, match="same settings to resume"):
+        call(*options, "--temperature", 1)
+
+
+def test_mixtures_and_test_splits(tmp_path, call, capsys):
+    """`datasets` of a YAML file; a dataset's own test split is what tau is measured on."""
+    answers = write_jsonl(tmp_path / "rows.jsonl", [{"prompt_ids": [1, 2, 3], "completion_ids": [4, 5, 6]}] * 8)
+    hub = tmp_path / "hub"
+    for split, count in (("train", 5), ("test", 3)):
+        (hub / "data").mkdir(parents=True, exist_ok=True)
+        Dataset.from_dict({"text": ["t1 t2 t3 t4 t5"] * count}).to_parquet(hub / "data" / f"{split}.parquet")
+    config = tmp_path / "mixture.yaml"
+    config.write_text(f"datasets:\n  - path: {answers}\n  - path: {hub}\n    split: train\n")
+    call("--config", config)
+    assert "13 rows, 49 supervised tokens" in capsys.readouterr().out
+    assert len(load_split(str(hub), None, "test")) == 3 and load_split(str(hub), None, "validation") is None
+    call("--dataset_name", hub, "--eval_rows", 2)
+    said = capsys.readouterr().out
+    assert "5 rows, 25 supervised tokens" in said and "eval_tau_final" in said
+    with pytest.raises(SystemExit, match="streaming is on"):
+        call("--dataset_name", hub, "--dataset_streaming")
+    with pytest.raises(SystemExit, match="both given"):
+        call("--config", config, "--dataset_name", hub)
