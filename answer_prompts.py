@@ -23,6 +23,10 @@ import torch
 from domino_spec.chat_domino import render
 from tqdm.auto import tqdm
 
+# Fields of a generation config that are set for every answer, or that do not change it.
+NEUTRAL = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p")
+NEUTRAL += ("use_cache", "transformers_version")
+
 
 def _json_object(text: str) -> dict:
     try:
@@ -89,14 +93,12 @@ class AnswerOptions:
         if self.chat_template_kwargs:
             settings["chat_template_kwargs"] = self.chat_template_kwargs
         # A penalty or another processor that the target's own generation config switches on.
-        own = target.generation_config.to_diff_dict()
-        ignored = (*SAMPLING_NAMES, *(name for name in own if name.startswith("_") or name.endswith("_id")))
-        own = {name: value for name, value in own.items() if name not in ignored}
+        own = {
+            name: value
+            for name, value in target.generation_config.to_diff_dict().items()
+            if name not in NEUTRAL and not name.startswith(("_", "output_")) and not name.endswith("_id")
+        }
         return settings | ({"generation_config": own} if own else {})
-
-
-# Fields of a generation config that are set for every answer, or that do not change it.
-SAMPLING_NAMES = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "transformers_version")
 
 
 def prompt_key(prompt_ids: list[int]) -> str:
@@ -273,7 +275,7 @@ def answer(
                     tokens += len(completion)
             file.flush()
             bar.update(len(missing))
-            bar.set_postfix(tokens=tokens, tokens_per_second=round(tokens / bar.format_dict["elapsed"], 1))
+            bar.set_postfix(tokens=tokens, tokens_per_second=round(tokens / max(bar.format_dict["elapsed"], 1e-3), 1))
     return output
 
 

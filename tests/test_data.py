@@ -476,9 +476,7 @@ def test_a_run_that_could_learn_nothing_stops(tmp_path, call, capsys):
     bare = {"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 0, 1]}
     for rows in ([lost] * 4, [bare] * 4):
         data = write_jsonl(tmp_path / "rows.jsonl", rows)
-        with pytest.raises(
-            SystemExit, match="0 usable rows.*nothing left to learn from: add rows, raise --max_length"
-        ):
+        with pytest.raises(SystemExit, match="0 usable rows.*learn from: add rows, raise --max_length"):
             call("--dataset_name", data, "--max_length", 20)
         assert not (tmp_path / "out" / "model.safetensors").exists()
     kept = {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5, 6, 7]}
