@@ -178,15 +178,18 @@ def usable_rows(script: DominoScriptArguments, args: DominoTrainingConfig, token
         return prepare_dataset(rows, tokenizer, args.max_length, kwargs)
 
     if script.generate_answers:
-        prompts, _ = load_mixture(
-            entries, tokenizer, lambda rows: (prepare_prompts(rows, tokenizer, kwargs), 0), script.prompts_file
-        )
+        with args.main_process_first(desc="tokenising prompts"):
+            prompts, _ = load_mixture(
+                entries, tokenizer, lambda rows: (prepare_prompts(rows, tokenizer, kwargs), 0), script.prompts_file
+            )
         answer(target, tokenizer, prompts, answers_file, script, args.process_index, args.world_size)
         PartialState().wait_for_everyone()
         files = [str(path) for path in part_files(answers_file, args.world_size)]
         entries = [DatasetConfig(path=path) for path in files]
-    dataset, dropped = load_mixture(entries, tokenizer, prepare, script.prompts_file)
-    if dropped and args.process_index == 0:
+    # One process tokenises, the others then find its result.
+    with args.main_process_first(desc="tokenising"):
+        dataset, dropped = load_mixture(entries, tokenizer, prepare, script.prompts_file)
+    if dropped and args.should_log:
         print(f"dropped {dropped} of {len(dataset) + dropped} rows: no supervised token left to draft.")
     return dataset
 
@@ -228,11 +231,11 @@ def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) 
     return scale
 
 
-def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer) -> None:
+def save_result(trainer: DominoTrainer, tokenizer) -> None:
     """The drafter in bf16, and what there is to look at."""
     directory = trainer.args.output_dir
-    if trainer.scale is not None:
-        trainer.scale.fold()
+    drafter = DominoForSpeculation(trainer.objective.config)
+    drafter.load_state_dict(trainer.raw_state_dict())
     drafter.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
@@ -240,7 +243,7 @@ def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer
     print(f"drafter saved to {directory}")
 
 
-def train(arguments: list[str] | None = None) -> None:
+def train(arguments: list[str] | None = None) -> DominoTrainer:
     """The run itself; bad input raises before anything is written."""
     parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, ModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
@@ -255,9 +258,10 @@ def train(arguments: list[str] | None = None) -> None:
     train, held_out = load_data(script, args, tokenizer, target)
     torch.manual_seed(args.seed)
     drafter = build_drafter(script, model, config, target)
-    supervised = sum(sum(row) for row in train["supervised"])
-    size = sum(p.numel() for p in drafter.parameters())
-    print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
+    if args.should_log:
+        supervised = sum(sum(row) for row in train["supervised"])
+        size = sum(p.numel() for p in drafter.parameters())
+        print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     scale = measure_scale(args, drafter, target, train, collator)
     trainer = DominoTrainer(
@@ -271,9 +275,12 @@ def train(arguments: list[str] | None = None) -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if held_out is not None:
-        print(trainer.evaluate())
+        metrics = trainer.evaluate()
+        if args.should_log:
+            print(metrics)
     if trainer.is_world_process_zero():
-        save_result(trainer, drafter, tokenizer)
+        save_result(trainer, tokenizer)
+    return trainer
 
 
 if __name__ == "__main__":

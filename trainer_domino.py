@@ -121,6 +121,8 @@ class DominoTrainingConfig(TrainingArguments):
     )
 
     def __post_init__(self):
+        # A plan for eight GPUs is made on a laptop: nothing that only a GPU has may be asked for.
+        self.use_cpu = self.use_cpu or self.dry_run
         if (
             self.early_stopping_patience is not None or self.load_best_model_at_end
         ) and not self.metric_for_best_model:

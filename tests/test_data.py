@@ -495,7 +495,7 @@ def test_one_valid_anchor_trains(tmp_path, call):
     assert all(weight.isfinite().all() for weight in moved.values())
 
 
-CHATS = [{"messages": [{"role": "user", "content": f"t{i} t{i + 1}"}]} for i in range(6)]
+CHATS = [{"messages": [{"role": "user", "content": f"w{i} w{i + 1}"}]} for i in range(6)]
 
 
 def test_answers_are_made_before_training_and_once(tmp_path, call):
@@ -505,7 +505,7 @@ def test_answers_are_made_before_training_and_once(tmp_path, call):
     answers = list(read_jsonl(out / "answers.jsonl"))
     settings = {"target": "target", "dtype": "float32", "max_new_tokens": 6, "do_sample": False}
     assert answers[0] == {"settings": settings}
-    assert sorted(row["prompt_ids"] for row in answers[1:]) == [[51, i, i + 1, 59, 52] for i in range(6)]
+    assert sorted(row["prompt_ids"] for row in answers[1:]) == [[50, i, i + 1, 63, 52] for i in range(6)]
     index = tmp_path / "states" / "index.json"
     before = (out / "answers.jsonl").read_bytes(), index.stat().st_mtime_ns
     call(*options)
@@ -520,7 +520,7 @@ def test_mixtures_and_test_splits(tmp_path, call, capsys):
     hub = tmp_path / "hub"
     for split, count in (("train", 5), ("test", 3)):
         (hub / "data").mkdir(parents=True, exist_ok=True)
-        Dataset.from_dict({"text": ["t1 t2 t3 t4 t5"] * count}).to_parquet(hub / "data" / f"{split}.parquet")
+        Dataset.from_dict({"text": ["w1 w2 w3 w4 w5"] * count}).to_parquet(hub / "data" / f"{split}.parquet")
     config = tmp_path / "mixture.yaml"
     config.write_text(f"datasets:\n  - path: {answers}\n  - path: {hub}\n    split: train\n")
     call("--config", config)
