@@ -362,22 +362,22 @@ def _spread(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(valid.shape).masked_scatter(valid, values)
 
 
-def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> tuple[int, int]:
+def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> list[int]:
     """Walk one answer as decoding would: each round keeps the accepted drafts and one bonus token.
 
     Args:
         accepted (int `[A]`): leading accepted drafts of a block at each anchor.
         anchors: their positions; end: position of the answer's last token.
     Returns:
-        kept tokens and rounds; their quotient over many answers is tau. (The mean of `accepted + 1` over all anchors
+        tokens kept in each round; their mean over many answers is tau. (The mean of `accepted + 1` over all anchors
         is not: it visits easy stretches as often as hard ones, while decoding jumps over them.)
     """
     at = dict(zip(anchors, accepted.tolist(), strict=True))
-    place, rounds, kept = anchors[0], 0, 0
+    place, kept = anchors[0], []
     while place < end:
-        step = min(at.get(place, 0) + 1, end - place)
-        place, kept, rounds = place + step, kept + step, rounds + 1
-    return kept, rounds
+        kept.append(min(at.get(place, 0) + 1, end - place))
+        place += kept[-1]
+    return kept
 
 
 def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
@@ -393,9 +393,16 @@ def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
 
 
 def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
-    """tau of base and final logits over held-out rows, and the per-anchor means beside them."""
-    kept, rounds = {"base": 0, "final": 0}, {"base": 0, "final": 0}
-    means: dict[str, list[float]] = {"base": [], "final": []}
+    """tau of base and final logits over held-out rows from simulated rounds, and what explains it.
+
+    Returns:
+        `tau_base`, `tau_final`; `acceptance_base_1..n`, `acceptance_final_1..n`: share of the rounds in which draft i
+        was kept (the token that ends an answer counts as its round's own); `head_share`: the head's part of the gain
+        over plain decoding, `(tau_final - tau_base) / (tau_final - 1)`, 0 without a gain; `anchor_mean_base`,
+        `anchor_mean_final`: mean of leading hits + 1 over all anchors, which is not tau.
+    """
+    kept: dict[str, list[int]] = {"base": [], "final": []}
+    means: dict[str, list[int]] = {"base": [], "final": []}
     for row in rows:
         lengths, anchors = objective.accepted_lengths(row)
         for name, accepted in lengths.items():
@@ -404,18 +411,23 @@ def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
                 inside = [i for i, anchor in enumerate(anchors) if first <= anchor < end]
                 if inside:
                     part = slice(inside[0], inside[-1] + 1)
-                    tokens, steps = simulated_rounds(accepted[part], anchors[part], end)
-                    kept[name] += tokens
-                    rounds[name] += steps
-    result = {f"tau_{name}": kept[name] / max(rounds[name], 1) for name in kept}
-    return result | {f"anchor_mean_{name}": sum(x) / max(len(x), 1) for name, x in means.items()}
+                    kept[name] += simulated_rounds(accepted[part], anchors[part], end)
+    result = {f"tau_{name}": _mean(rounds) for name, rounds in kept.items()}
+    gain = result["tau_final"] - 1
+    result["head_share"] = (result["tau_final"] - result["tau_base"]) / gain if gain > 0 else 0.0
+    for name, rounds in kept.items():
+        for i in range(1, objective.config.num_drafts + 1):
+            result[f"acceptance_{name}_{i}"] = _mean([tokens > i for tokens in rounds])
+    return result | {f"anchor_mean_{name}": _mean(lengths) for name, lengths in means.items()}
 
 
-@torch.no_grad()
-def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
-    """Start the draft layers from target layers of the same shape, which know what the tapped states mean.
+def _mean(values: list) -> float:
+    """Mean, 0 of nothing."""
+    return sum(values) / max(len(values), 1)
 
-    A target without QK-norm gets norm weights of the size its own queries and keys have.
+
+def check_source_layers(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
+    """Raise one sentence when draft layers cannot start from these target layers; shapes alone, no weights.
 
     Raises:
         ValueError: not one id per draft layer, or layers of another shape.
@@ -429,14 +441,29 @@ def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: lis
     for ours, i in zip(drafter.layers, layer_ids, strict=True):
         theirs = layers[i].state_dict()
         for name, parameter in ours.named_parameters():
-            if name not in theirs:
-                continue
-            if theirs[name].shape != parameter.shape:
+            if name in theirs and theirs[name].shape != parameter.shape:
                 raise ValueError(
                     f"target layer {i} has a {name} of {tuple(theirs[name].shape)}, the draft layer "
                     f"{tuple(parameter.shape)}; draft layers of other sizes start from noise: drop the option."
                 )
-            parameter.copy_(theirs[name])
+
+
+@torch.no_grad()
+def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
+    """Start the draft layers from target layers of the same shape, which know what the tapped states mean.
+
+    A target without QK-norm gets norm weights of the size its own queries and keys have.
+
+    Raises:
+        ValueError: not one id per draft layer, or layers of another shape.
+    """
+    check_source_layers(drafter, target, layer_ids)
+    layers = decoder_layers(target)
+    for ours, i in zip(drafter.layers, layer_ids, strict=True):
+        theirs = layers[i].state_dict()
+        for name, parameter in ours.named_parameters():
+            if name in theirs:
+                parameter.copy_(theirs[name])
         for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
             if f"self_attn.{norm}.weight" not in theirs:
                 # Inputs of a projection are normed: unit mean square, so rows' norms give the outputs' size.

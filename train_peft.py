@@ -6,6 +6,8 @@
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
     # continue from an existing drafter: --model_name_or_path DRAFTER
+    # check a run and print its sizes without loading anything: --dry_run
+    python train_peft.py --config recipes/qwen3-8b.yaml --dry_run --dry_run_processes 8
 
 Arguments carry TRL's names wherever TRL has one; a YAML file with the same names is taken by --config.
 """
@@ -30,8 +32,9 @@ from domino_spec.data_domino import (
     prepare_dataset,
     prepare_prompts,
 )
+from domino_spec.dry_run_domino import dry_run, show
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
-from domino_spec.report_domino import plot_curve
+from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
@@ -80,6 +83,11 @@ class DominoScriptArguments(ScriptArguments, DatasetMixtureConfig, AnswerOptions
             )
         if self.dataset_name and self.datasets:
             raise ValueError("dataset_name and datasets are both given; put all into datasets.")
+
+    @property
+    def sources(self) -> str:
+        """Where the data comes from, in words."""
+        return self.dataset_name or ", ".join(entry.path for entry in self.datasets)
 
     def answers_file(self, args: DominoTrainingConfig, suffix: str = "") -> str:
         """Where the target's answers go."""
@@ -231,6 +239,25 @@ def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) 
     return scale
 
 
+def run_facts(script, args, model, arguments: list[str] | None, train, held_out) -> RunFacts:
+    """What the model card tells beyond what the trainer logs."""
+    answered = script.sources
+    if script.generate_answers:
+        answered = str(part_files(script.answers_file(args), args.world_size)[0])
+    return RunFacts(
+        target=script.target_model_name_or_path,
+        dataset=script.sources,
+        drafter=model.model_name_or_path,
+        rows=len(train),
+        tokens=sum(map(len, train["input_ids"])),
+        supervised=sum(map(sum, train["supervised"])),
+        held_out=len(held_out or ()),
+        settings=answers_settings(answered),
+        command=command_line(sys.argv[1:] if arguments is None else arguments, args.world_size),
+        changed=changed_options(script) | changed_options(args) | changed_options(model),
+    )
+
+
 def save_result(trainer: DominoTrainer, tokenizer) -> None:
     """The drafter in bf16, and what there is to look at."""
     directory = trainer.args.output_dir
@@ -239,7 +266,8 @@ def save_result(trainer: DominoTrainer, tokenizer) -> None:
     drafter.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
-    plot_curve(trainer.curve, os.path.join(directory, "training_curve.png"))
+    write_plots(directory, trainer.curve, trainer.curriculum.stage1_steps)
+    trainer.create_model_card()
     print(f"drafter saved to {directory}")
 
 
@@ -254,6 +282,10 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
     if model.use_peft:
         raise ValueError("--use_peft is not there yet; go on from a drafter with --model_name_or_path instead.")
     config = drafter_config(script, model)
+    if args.dry_run:
+        if args.process_index == 0:
+            show(dry_run(script, args, model, config))
+        return
     target, tokenizer = load_target(script, args, model)
     train, held_out = load_data(script, args, tokenizer, target)
     torch.manual_seed(args.seed)
@@ -273,6 +305,7 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
         data_collator=collator,
         processing_class=tokenizer,
     )
+    trainer.facts = run_facts(script, args, model, arguments, train, held_out)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if held_out is not None:
         metrics = trainer.evaluate()

@@ -239,11 +239,11 @@ def test_only_some_parameters_get_gradients():
 @pytest.mark.parametrize(
     ("accepted", "first", "end", "expected"),
     [
-        ([0, 0, 0, 0], 3, 7, (4, 4)),
-        ([2, 9, 9, 1], 3, 8, (5, 2)),  # 3 -> 6 -> 8
-        ([5, 0, 0, 0], 3, 7, (4, 1)),  # the block is cut by the end
-        ([1, 9, 0, 9], 3, 7, (4, 3)),  # 3 -> 5 -> 6 -> 7 (the last two: 0 and cut 9)
-        ([3, 0, 0, 0], 3, 7, (4, 1)),
+        ([0, 0, 0, 0], 3, 7, [1, 1, 1, 1]),
+        ([2, 9, 9, 1], 3, 8, [3, 2]),  # 3 -> 6 -> 8
+        ([5, 0, 0, 0], 3, 7, [4]),  # the block is cut by the end
+        ([1, 9, 0, 9], 3, 7, [2, 1, 1]),  # 3 -> 5 -> 6 -> 7 (the last two: 0 and cut 9)
+        ([3, 0, 0, 0], 3, 7, [4]),
     ],
 )
 def test_simulated_rounds(accepted, first, end, expected):
@@ -291,8 +291,11 @@ def test_simulated_acceptance_equals_real_decoding(encoder, shift_label, prefix)
             expected.append(min(int(lengths[name][place - 7]) + 1, 59 - place))
             place += expected[-1]
         assert stats.acceptance_lengths == [expected]
-        assert simulated_rounds(lengths[name], anchors, 59) == (52, stats.num_rounds)
-        assert simulated_tau(objective, [row])[f"tau_{name}"] == pytest.approx(stats.mean_acceptance_length)
+        assert simulated_rounds(lengths[name], anchors, 59) == expected
+        metrics = simulated_tau(objective, [row])
+        assert metrics[f"tau_{name}"] == pytest.approx(stats.mean_acceptance_length)
+        rates = [metrics[f"acceptance_{name}_{i + 1}"] for i in range(objective.config.num_drafts)]
+        assert rates == pytest.approx(stats.acceptance_rate_per_position)
 
 
 def test_frequent_ids():
