@@ -2,6 +2,10 @@
 
 import json
 import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from domino_spec.answer_prompts import (
     read_jsonl,
     tokenize_prompt,
 )
+from domino_spec.cache_domino import row_key
 from domino_spec.chat_domino import supervise_turns
 from domino_spec.data_domino import (
     BlockCollator,
@@ -525,6 +530,7 @@ def test_mixtures_and_test_splits(tmp_path, call, capsys):
     config.write_text(f"datasets:\n  - path: {answers}\n  - path: {hub}\n    split: train\n")
     call("--config", config)
     assert "13 rows, 49 supervised tokens" in capsys.readouterr().out
+    assert f'[{{"path": "{answers}", "split": "train"}}, ' in (tmp_path / "out" / "README.md").read_text()
     assert len(load_split(str(hub), None, "test")) == 3 and load_split(str(hub), None, "validation") is None
     call("--dataset_name", hub, "--eval_rows", 2)
     said = capsys.readouterr().out
@@ -533,3 +539,28 @@ def test_mixtures_and_test_splits(tmp_path, call, capsys):
         call("--dataset_name", hub, "--dataset_streaming")
     with pytest.raises(SystemExit, match="both given"):
         call("--config", config, "--dataset_name", hub)
+
+
+def test_two_processes_share_answering_and_states(tmp_path):
+    """Each answers and computes its share, one file a process; then they train on all of it."""
+    save_target(tmp_path / "target", eos_token_id=None)
+    data = write_jsonl(tmp_path / "prompts.jsonl", CHATS)
+    arguments = f"""--target_model_name_or_path {tmp_path}/target --dataset_name {data} --output_dir {tmp_path}/out
+        --generate_answers --answer_batch_size 2 --max_new_tokens 6 --states_cache_dir {tmp_path}/states --use_cpu
+        --num_hidden_layers 1 --block_size 6 --mask_token_id {MASK_ID} --head_hidden_size 8 --head_rank 4
+        --num_anchors 4 --eval_rows 1 --max_steps 1 --save_strategy no --disable_tqdm True"""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = str(Path(__file__).parent.parent / "train_peft.py")
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, script, *arguments.split()], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "5 rows, 30 supervised tokens" in done.stdout and done.stdout.count("drafter saved to") == 1
+    shares = [answers_of(path) for path in part_files(tmp_path / "out" / "answers.jsonl", 2)]
+    assert sorted(map(len, shares)) == [2, 4] and len(shares[0] | shares[1]) == 6
+    shards = json.loads((tmp_path / "states" / "index.json").read_text())["shards"]
+    assert sorted(key for keys in shards.values() for key in keys) == sorted(
+        row_key(row["prompt_ids"] + row["completion_ids"], [0] * len(row["prompt_ids"]) + [1] * 6)
+        for row in (shares[0] | shares[1]).values()
+    )
