@@ -18,6 +18,7 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .cache_domino import StatesFormat
 from .configuration_domino import DominoConfig
 from .data_domino import first_anchors, load_rows, tokenize_row
 from .modeling_domino import DominoForSpeculation
@@ -40,6 +41,7 @@ class DataSize:
 
     Args:
         rows, tokens, supervised (int or None where unknown): usable rows, their tokens, those with a loss.
+        state_bytes (int or None): size of the target's states of these rows, if they are kept.
         held_out (int): rows of them that are kept for tau.
         note (str): where the numbers come from.
     """
@@ -47,6 +49,7 @@ class DataSize:
     rows: int | None
     tokens: int | None
     supervised: int | None
+    state_bytes: int | None
     held_out: int
     note: str
 
@@ -68,7 +71,7 @@ def dry_run(script, args, model, config: DominoConfig | None) -> list[Section]:
     """
     drafter, target = build_on_meta(script, model, config)
     processes = args.dry_run_processes or args.world_size
-    data = measure_data(script, args)
+    data = measure_data(script, args, states_format(args, drafter.config, target))
     per_epoch, total = optimizer_steps(data.train_rows, args, processes)
     curriculum = None
     if total is not None:
@@ -78,7 +81,7 @@ def dry_run(script, args, model, config: DominoConfig | None) -> list[Section]:
         ("parameters", parameter_rows(drafter)),
         ("trained", trained_rows(drafter, curriculum)),
         ("memory per device (estimate)", memory_rows(args, drafter, target, processes)),
-        ("data", data_rows(data, drafter.config)),
+        ("data", data_rows(args, data)),
         ("steps", step_rows(args, processes, per_epoch, total)),
         ("schedule", schedule_rows(args, curriculum)),
     ]
@@ -106,7 +109,14 @@ def build_on_meta(script, model, config: DominoConfig | None):
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
-def measure_data(script, args) -> DataSize:
+def states_format(args, config: DominoConfig, target) -> StatesFormat:
+    """How the target's states would be kept."""
+    own = str(target.dtype).removeprefix("torch.")
+    dtype = own if args.states_dtype == "auto" else args.states_dtype
+    return StatesFormat(config.target_name_or_path or "", "", own, config.target_layer_ids, config.hidden_size, dtype)
+
+
+def measure_data(script, args, states: StatesFormat) -> DataSize:
     """Rows and tokens of a local dataset; of one elsewhere nothing, since reading it is no matter of a second.
 
     Raises:
@@ -114,12 +124,13 @@ def measure_data(script, args) -> DataSize:
         ValueError: rows of no known kind, or too few of them.
     """
     if not script.dataset_name.endswith((".jsonl", ".jsonl.xz")):
-        return DataSize(None, None, None, script.eval_rows, f"{script.dataset_name} is no local file and was not read")
+        note = f"{script.dataset_name} is no local file and was not read"
+        return DataSize(None, None, None, None, script.eval_rows, note)
     tokenizer = local_tokenizer(script.target_model_name_or_path)
     rows = load_rows(script.dataset_name, tokenizer, prompts_file=script.prompts_file)
     if tokenizer is None and not {"completion_ids", "input_ids"} & set(rows.column_names):
         note = f"no tokenizer in {script.target_model_name_or_path}: tokens were not counted"
-        return DataSize(len(rows), None, None, script.eval_rows, note)
+        return DataSize(len(rows), None, None, None, script.eval_rows, note)
     sample = [tokenize_row(row, tokenizer) for row in rows.select(range(min(SAMPLED_ROWS, len(rows))))]
     cut = [{key: value[: args.max_length] for key, value in row.items()} for row in sample]
     usable = [
@@ -134,8 +145,9 @@ def measure_data(script, args) -> DataSize:
         )
     tokens = round(sum(len(row["input_ids"]) for row in usable) * share)
     supervised = round(sum(sum(row["supervised"]) for row in usable) * share)
+    state_bytes = round(sum(states.row_bytes(row["supervised"]) for row in usable) * share)
     note = "all rows counted" if len(rows) == len(sample) else f"from the first {len(sample)} of {len(rows)} rows"
-    return DataSize(count, tokens, supervised, script.eval_rows, note)
+    return DataSize(count, tokens, supervised, state_bytes, script.eval_rows, note)
 
 
 def local_tokenizer(name_or_path: str):
@@ -146,15 +158,15 @@ def local_tokenizer(name_or_path: str):
     return AutoTokenizer.from_pretrained(name_or_path)
 
 
-def data_rows(data: DataSize, config: DominoConfig) -> list[tuple[str, str]]:
-    """Rows, tokens, and what keeping the target's states of them would take."""
+def data_rows(args, data: DataSize) -> list[tuple[str, str]]:
+    """Rows, tokens, and what keeping the target's states of them takes."""
     if data.rows is None:
         return [("rows", f"unknown: {data.note}")]
     rows = [("rows", f"{data.train_rows} to train on, {data.held_out} held out ({data.note})")]
     if data.tokens is not None:
-        width = (len(config.target_layer_ids) + 1) * config.hidden_size
+        place = "disk" if args.states_cache_dir else "memory" if args.keep_states else "memory or disk, if kept"
         rows.append(("tokens", f"{data.tokens}, {data.supervised} of them supervised"))
-        rows.append(("target states of all rows, if kept (bf16)", gib(data.tokens * width * 2)))
+        rows.append(("target states of all rows", f"{gib(data.state_bytes)} of {place}"))
     return rows
 
 
@@ -319,7 +331,8 @@ def schedule_rows(args, curriculum: Curriculum | None) -> list[tuple[str, str]]:
         return [("stage switch", f"after {args.stage1_ratio:.0%} of the steps")]
     total, switch = curriculum.total_steps, curriculum.stage1_steps
     steps = sorted({0, switch, *(round(share * (total - 1)) for share in (0.25, 0.5, 0.75, 1))} & set(range(total)))
-    rows = [("stage switch", f"before step {switch + 1}" if 0 < switch < total else "none")]
+    latest = " at the latest" if args.stage_switch == "adaptive" else ""
+    rows = [("stage switch", f"before step {switch + 1}{latest}" if 0 < switch < total else "none")]
     for step in steps:
         value = f"lambda {curriculum.lam(step):.3f}, head's learning rate x {curriculum.head_factor(step):.2f}"
         rows.append((f"step {step + 1}", value))

@@ -90,6 +90,7 @@ class DominoObjective(nn.Module):
         logits_chunk_size (int): most draft tokens whose logits exist at one time.
         block_attention (str): "dense" for a boolean mask, "flex" for FlexAttention's block mask, which skips what is
             hidden; "auto" takes flex on CUDA.
+        store (`cache_domino.StatesStore`, optional): states computed before; their rows need no target forward.
 
     Source: Domino (arXiv 2605.29707), section 3.4; estimated softmax: Bengio and Senecal 2008, adaptive importance
         sampling.
@@ -105,15 +106,16 @@ class DominoObjective(nn.Module):
         num_negatives: int = 1024,
         logits_chunk_size: int = 1024,
         block_attention: str = "auto",
+        store=None,
     ):
         super().__init__()
         if block_attention not in BLOCK_ATTENTION:
             raise ValueError(f"block_attention is '{block_attention}'; expected one of {', '.join(BLOCK_ATTENTION)}.")
-        self.kept_states: dict[tuple[int, ...], TargetStates] = {}
         self.drafter = drafter
         self._target = [target]
         self.loss = loss or DraftLoss()
         self.frequent_ids, self.num_negatives = frequent_ids, num_negatives
+        self.store = store
         self.config = drafter.config
         self.logits_chunk_size = logits_chunk_size
         on_cuda = drafter.device.type == "cuda"
@@ -133,27 +135,12 @@ class DominoObjective(nn.Module):
         """The same by the name it has in newer versions of transformers."""
         self.drafter.activation_checkpointing_enable(**options)
 
-    def remember(self, rows, progress=None) -> None:
-        """Compute and keep the target's states of these rows, one at a time, for all epochs to come."""
-        self.kept_states = {}
-        for row in rows if progress is None else progress(rows):
-            ids = torch.tensor([row["input_ids"]], device=self.drafter.device)
-            states = target_states(self.target, self.config.target_layer_ids, ids, torch.ones_like(ids))
-            self.kept_states[tuple(row["input_ids"])] = TargetStates(
-                states.tapped[0].bfloat16().cpu(), states.final[0].bfloat16().cpu()
-            )
-
-    def states_of(self, input_ids, attention_mask) -> TargetStates:
-        """The target's states of a batch: remembered where all its rows are, computed otherwise."""
-        rows = [tuple(ids[: int(mask.sum())]) for ids, mask in zip(input_ids.tolist(), attention_mask, strict=True)]
-        if any(row not in self.kept_states for row in rows):
-            return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
-        kept = [self.kept_states[row] for row in rows]
-        pad, device = nn.utils.rnn.pad_sequence, input_ids.device
-        return TargetStates(
-            pad([states.tapped for states in kept], batch_first=True).to(device),
-            pad([states.final for states in kept], batch_first=True).to(device),
-        )
+    def states_of(self, input_ids, attention_mask, supervised) -> TargetStates:
+        """The target's states of a batch: from the store where it knows all rows, computed otherwise."""
+        stored = self.store.batch(input_ids, attention_mask, supervised) if self.store is not None else None
+        if stored is not None:
+            return stored
+        return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
 
     def draft_states(self, input_ids, attention_mask, anchors, tapped):
         """Backbone states `[batch, M, n, H]` of the blocks at `anchors [batch, M]`."""
@@ -245,7 +232,7 @@ class DominoObjective(nn.Module):
             per draft; `base_leading`, `final_leading`: leading hits summed over blocks, and `blocks`.
         """
         kept = torch.ones_like(anchors, dtype=torch.bool) if kept is None else kept
-        states = self.states_of(input_ids, attention_mask)
+        states = self.states_of(input_ids, attention_mask, supervised)
         places, valid = self.labels(input_ids, supervised, anchors, kept)
         z = self.draft_states(input_ids, attention_mask, anchors, states.tapped)
         head = [p for module in self.drafter.head_modules() for p in module.parameters()]
@@ -278,7 +265,7 @@ class DominoObjective(nn.Module):
         input_ids = torch.tensor([row["input_ids"]], device=device)
         supervised = torch.tensor([row["supervised"]], device=device)
         attention_mask = torch.ones_like(input_ids)
-        states = target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
+        states = self.states_of(input_ids, attention_mask, supervised)
         every = first_anchors(supervised)[0].nonzero()[:, 0]
         lengths = {"base": [], "final": []}
         for part in every.split(chunk):

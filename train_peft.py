@@ -18,13 +18,14 @@ import sys
 from dataclasses import dataclass, field
 
 import torch
+from datasets import concatenate_datasets
 from domino_spec import DominoConfig, DominoForSpeculation
+from domino_spec.cache_domino import prepare_states
 from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
 from domino_spec.dry_run_domino import dry_run, show
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
 from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
-from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser
 
@@ -115,8 +116,10 @@ def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokeniz
         split=script.dataset_train_split,
         prompts_file=script.prompts_file,
     )
-    dataset, dropped = prepare_dataset(rows, tokenizer, args.max_length)
-    if dropped:
+    # One process tokenises, the others then find its result.
+    with args.main_process_first(desc="tokenising"):
+        dataset, dropped = prepare_dataset(rows, tokenizer, args.max_length)
+    if dropped and args.should_log:
         print(f"dropped {dropped} of {len(dataset) + dropped} rows: no supervised token left to draft.")
     if len(dataset) <= script.eval_rows:
         raise ValueError(
@@ -129,9 +132,20 @@ def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokeniz
     return parts["train"], parts["test"]
 
 
-def build_objective(args: DominoTrainingConfig, drafter, target, train) -> DominoObjective:
-    """The loss, with the target's states in memory where that is asked for."""
-    objective = DominoObjective(
+def build_objective(args: DominoTrainingConfig, drafter, target, train, held_out=None) -> DominoObjective:
+    """The loss, with the target's states computed before training where that is asked for."""
+    store = None
+    if args.keep_states or args.states_cache_dir:
+        store = prepare_states(
+            target,
+            drafter.config.target_layer_ids,
+            train if held_out is None else concatenate_datasets([train, held_out]),
+            directory=args.states_cache_dir,
+            dtype=args.states_dtype,
+            rank=args.process_index,
+            world=args.world_size,
+        )
+    return DominoObjective(
         drafter,
         target,
         loss=args.draft_loss(),
@@ -139,13 +153,8 @@ def build_objective(args: DominoTrainingConfig, drafter, target, train) -> Domin
         num_negatives=max(256, args.vocab_sample_size // 4),
         logits_chunk_size=args.logits_chunk_size,
         block_attention=args.block_attention,
+        store=store,
     )
-    if args.keep_states:
-        width = target.config.get_text_config().hidden_size * (len(drafter.config.target_layer_ids) + 1)
-        tokens = sum(map(len, train["input_ids"]))
-        print(f"keeping the target's states of {tokens} tokens: {tokens * width * 2 / 2**30:.1f} GiB")
-        objective.remember(train, lambda rows: tqdm(rows, desc="target states"))
-    return objective
 
 
 def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) -> FeatureScale | None:
@@ -176,11 +185,15 @@ def run_facts(script, args, model, arguments: list[str] | None, train, held_out)
     )
 
 
-def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer) -> None:
-    """The drafter in bf16, and what there is to look at."""
+def save_result(trainer: DominoTrainer, tokenizer) -> None:
+    """The drafter in bf16, and what there is to look at; called by all processes, which may each hold a shard."""
     directory = trainer.args.output_dir
-    if trainer.scale is not None:
-        trainer.scale.fold()
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if not trainer.is_world_process_zero():
+        return
+    drafter = DominoForSpeculation(trainer.objective.config)
+    drafter.load_state_dict(trainer.raw_state_dict(state))
+    drafter.generation_config = trainer.objective.drafter.generation_config
     drafter.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
@@ -189,8 +202,8 @@ def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer
     print(f"drafter saved to {directory}")
 
 
-def train(arguments: list[str] | None = None) -> None:
-    """The run itself; bad input raises before anything is written."""
+def train(arguments: list[str] | None = None) -> DominoTrainer | None:
+    """The run itself, or with --dry_run its plan; bad input raises before anything is written."""
     parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, ModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
     for name in ("target_model_name_or_path", "dataset_name"):
@@ -202,18 +215,19 @@ def train(arguments: list[str] | None = None) -> None:
     if args.dry_run:
         if args.process_index == 0:
             show(dry_run(script, args, model, config))
-        return
+        return None
     torch.manual_seed(args.seed)
     target, tokenizer = load_target(script, args, model)
     drafter = build_drafter(script, model, config, target)
     train, held_out = load_data(script, args, tokenizer)
-    supervised = sum(map(sum, train["supervised"]))
-    size = sum(p.numel() for p in drafter.parameters())
-    print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
+    if args.should_log:
+        supervised = sum(map(sum, train["supervised"]))
+        size = sum(p.numel() for p in drafter.parameters())
+        print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     scale = measure_scale(args, drafter, target, train, collator)
     trainer = DominoTrainer(
-        build_objective(args, drafter, target, train),
+        build_objective(args, drafter, target, train, held_out),
         args,
         scale,
         train_dataset=train,
@@ -224,9 +238,11 @@ def train(arguments: list[str] | None = None) -> None:
     trainer.facts = run_facts(script, args, model, arguments, train, held_out)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if held_out is not None:
-        print(trainer.evaluate())
-    if trainer.is_world_process_zero():
-        save_result(trainer, drafter, tokenizer)
+        metrics = trainer.evaluate()
+        if args.should_log:
+            print(metrics)
+    save_result(trainer, tokenizer)
+    return trainer
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import safetensors.torch
 import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -106,7 +107,15 @@ class DominoTrainingConfig(TrainingArguments):
         },
     )
     keep_states: bool = field(
-        default=False, metadata={"help": "Compute the target's states once and keep them in memory (bf16)."}
+        default=False, metadata={"help": "Compute the target's states once, before training, and keep them in memory."}
+    )
+    states_cache_dir: str | None = field(
+        default=None,
+        metadata={"help": "Keep them in this directory instead, for later runs too; what it lacks is added."},
+    )
+    states_dtype: str = field(
+        default="auto",
+        metadata={"help": "auto keeps the target's dtype: the loss is the same; bfloat16 halves a float32 target's."},
     )
     scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
     dry_run: bool = field(
@@ -366,6 +375,9 @@ class DominoTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """tau from simulated rounds on the held-out rows."""
         self.objective.eval()
+        if self.accelerator.is_fsdp2:
+            # Shards come together only for calls they know of.
+            register_fsdp_forward_method(self.objective, "accepted_lengths")
         rows = eval_dataset if eval_dataset is not None else self.eval_dataset
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in simulated_tau(self.objective, rows).items()}
         self.objective.train()
@@ -379,7 +391,7 @@ class DominoTrainer(Trainer):
         """As the library's; True goes on from the last checkpoint that is whole, or starts where there is none.
 
         Raises:
-            ValueError: a checkpoint whose writing was cut off.
+            ValueError: a checkpoint whose writing was cut off, or a run in shards that is to be resumed.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -389,6 +401,11 @@ class DominoTrainer(Trainer):
             raise ValueError(
                 f"'{resume_from_checkpoint}' is not a whole checkpoint of this trainer; "
                 "use --resume_from_checkpoint True for the last whole one."
+            )
+        if resume_from_checkpoint and self.is_fsdp_enabled:
+            raise ValueError(
+                f"resuming '{resume_from_checkpoint}' in shards (FSDP) is not supported; "
+                "resume it under recipes/accelerate/ddp.yaml."
             )
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -425,7 +442,9 @@ class DominoTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         """A drafter directory that loads anywhere, beside the Trainer's own state."""
         output_dir = output_dir or self.args.output_dir
-        self.objective.drafter.save_pretrained(output_dir, state_dict=self.raw_state_dict(state_dict))
+        # Of a sharded run the library gives the whole weights.
+        trained = self.objective.state_dict() if state_dict is None else state_dict
+        self.objective.drafter.save_pretrained(output_dir, state_dict=self.raw_state_dict(trained))
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
         self.write_curve(output_dir)
@@ -438,7 +457,7 @@ class DominoTrainer(Trainer):
         if self.scale is not None:
             # Folding rounds: a resumed run goes on from the very weights that were trained.
             state["feature_scale"] = self.scale.scale.cpu()
-            state["scaled_fc"] = self.scale.fc.weight.detach().cpu()
+            state["scaled_fc"] = trained["drafter.fc.weight"].detach().cpu()
         safetensors.torch.save_file(state, os.path.join(output_dir, TRAINER_EXTRAS))
 
     def write_curve(self, output_dir: str) -> None:

@@ -261,7 +261,8 @@ def test_hardware_names_the_processor():
 
 
 def test_a_finished_run_leaves_plots_and_a_card_whose_code_runs(tmp_path, capsys):
-    target = save_target(tmp_path / "tiny-target")
+    save_target(tmp_path / "tiny-target")
+    target = make_target()
     rows = tmp_path / "answers.jsonl"
     ids = [target.generate(prompt_ids(5, seed=i), max_new_tokens=20, do_sample=False)[0].tolist() for i in range(6)]
     lines = [{"settings": {"max_new_tokens": 20, "do_sample": False}}]
