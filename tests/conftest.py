@@ -141,11 +141,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_target(directory, family: str = "llama", **overrides) -> str:
-    """A directory with a tiny target and its tokenizer, for command lines."""
-    make_target(family, **overrides).save_pretrained(directory)
+def save_target(directory, family: str = "llama", **overrides):
+    """A tiny target and its tokenizer as a directory, for command lines; returns the target."""
+    target = make_target(family, **overrides)
+    target.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
-    return str(directory)
+    return target
 
 
 @pytest.fixture(params=FAMILIES)

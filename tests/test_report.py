@@ -233,6 +233,7 @@ def test_command_line_hides_secrets(monkeypatch):
     words = ["--output_dir", "a b", "--hub_token", "hf_secret", "--hub_token=hf_other", "--max_steps", "3"]
     line = command_line(words, 1)
     assert line == "python train_peft.py --output_dir 'a b' --hub_token HIDDEN --hub_token=HIDDEN --max_steps 3"
+    assert command_line([], 2) == "torchrun --nproc_per_node 2 train_peft.py"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert command_line([], 2) == "accelerate launch --cpu --num_processes 2 train_peft.py"
