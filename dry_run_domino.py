@@ -204,13 +204,17 @@ def parameter_rows(drafter: DominoForSpeculation) -> list[tuple[str, str]]:
 def trained_rows(drafter: DominoForSpeculation, curriculum: Curriculum | None) -> list[tuple[str, str]]:
     """Parts with a gradient, stage by stage, as `requires_grad` tells."""
     later = parts(drafter)
-    head = {id(p) for module in drafter.head_modules() for p in module.parameters()}
-    first = parts(drafter, without=head)
+    first = parts(drafter, without=head_ids(drafter))
     if curriculum is None:
         return [("stage 1", first), ("stage 2", later)]
     switch, total = curriculum.stage1_steps, curriculum.total_steps
     rows = [("stage 1", f"steps 1 to {switch}: {first}" if switch else "none: the head is free from the first step")]
     return [*rows, ("stage 2", f"steps {switch + 1} to {total}: {later}" if switch < total else "none")]
+
+
+def head_ids(drafter: DominoForSpeculation) -> set[int]:
+    """Which parameter objects are the head's."""
+    return {id(p) for module in drafter.head_modules() for p in module.parameters()}
 
 
 def parts(drafter: DominoForSpeculation, without: set[int] = frozenset()) -> str:
@@ -228,6 +232,9 @@ def memory_rows(args, drafter: DominoForSpeculation, target, processes: int) -> 
     trained = count(p for p in drafter.parameters() if p.requires_grad)
     text = target.config.get_text_config(decoder=True)
     positions = args.per_device_train_batch_size * args.max_length
+    head = head_ids(drafter)
+    # A frozen backbone keeps nothing: neither its weights nor its inputs want a gradient.
+    backbone_trains = any(p.requires_grad and id(p) not in head for p in drafter.parameters())
     sizes = {
         f"target weights ({str(target.dtype).removeprefix('torch.')})": count(target.parameters())
         * target.dtype.itemsize,
@@ -237,7 +244,7 @@ def memory_rows(args, drafter: DominoForSpeculation, target, processes: int) -> 
         "target states of a batch": positions
         * target.dtype.itemsize
         * ((len(drafter.config.target_layer_ids) + 3) * text.hidden_size + 3 * drafter.config.intermediate_size),
-        "drafter activations": activation_bytes(args, drafter.config),
+        "drafter activations": activation_bytes(args, drafter.config) if backbone_trains else 0,
         "logits": logits_bytes(args, drafter.config, text.vocab_size),
     }
     if processes > 1:

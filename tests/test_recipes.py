@@ -356,6 +356,21 @@ def test_activation_estimate_is_what_a_forward_keeps(tmp_path):
     assert activation_bytes(saving, deep) < activation_bytes(args, deep) / 2
 
 
+def test_a_frozen_backbone_keeps_no_activations(tiny_call):
+    script, args, model = parse(*tiny_call)
+    drafter, target = build_on_meta(script, model, drafter_config(script, model))
+    memory = dict(dry_run_domino.memory_rows(args, drafter, target, 1))
+    assert memory["drafter activations"] == gib(activation_bytes(args, drafter.config)) != gib(0)
+    assert "gradient buckets of DDP" not in memory
+    drafter.requires_grad_(False)
+    drafter.embed_proj.requires_grad_(True)
+    memory = dict(dry_run_domino.memory_rows(args, drafter, target, 2))
+    trained = sum(p.numel() for p in drafter.embed_proj.parameters())
+    assert memory["drafter activations"] == gib(0)
+    assert memory["gradients and AdamW states (fp32)"] == gib(12 * trained)
+    assert memory["gradient buckets of DDP"] == gib(4 * trained)
+
+
 def test_logits_estimate_is_bounded_by_the_chunk(tmp_path, tiny_call):
     memory = [
         plan(*tiny_call, "--num_anchors", str(anchors))["memory per device (estimate)"]["logits"]
