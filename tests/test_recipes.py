@@ -378,6 +378,8 @@ def test_logits_estimate_is_bounded_by_the_chunk(tmp_path, tiny_call):
     ]
     # 1024 tokens at a time, 64 ids, 4 bytes, six copies.
     assert memory == [gib(6 * 64 * 4 * tokens) for tokens in (384, 1024, 1024)]
+    taught = plan(*tiny_call, "--num_anchors", "64", "--kl_weight", "0.5")["memory per device (estimate)"]
+    assert taught["logits"] == gib(11 * 64 * 4 * 384)
 
 
 def test_tables_on_a_terminal_and_lines_elsewhere():
