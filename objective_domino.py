@@ -104,7 +104,7 @@ class DominoObjective(nn.Module):
         loss: DraftLoss | None = None,
         frequent_ids: torch.Tensor | None = None,
         num_negatives: int = 1024,
-        logits_chunk_size: int = 1024,
+        logits_chunk_size: int = 256,
         block_attention: str = "auto",
         store=None,
     ):
@@ -295,7 +295,7 @@ class _Blocks:
 
     def __init__(self, objective: DominoObjective, lam: float, ids, log_weights, labels, valid):
         self.objective, self.lam, self.ids, self.valid = objective, lam, ids, valid
-        self.offset = 0.0 if log_weights is None else log_weights
+        self.log_weights = log_weights
         self.labels = labels
         if ids is not None:
             lookup = labels.new_zeros(objective.config.vocab_size)
@@ -318,7 +318,7 @@ class _Blocks:
         objective, valid, labels = self.objective, self.valid[part], self.labels[part]
         if not valid.any():
             return None
-        base_logits = target_logits(objective.target, z[valid], self.ids).float() + self.offset  # [N, ids]
+        base_logits = self._logits(z[valid])
         teacher = self._teacher(part, valid)
         base = self._weigh("base", base_logits, labels, valid, teacher)
         self.sums["counts"] += valid.sum(0)
@@ -340,8 +340,12 @@ class _Blocks:
         if self.final is None:
             return None
         row, place = (source[part][valid] for source in self.sources)
-        logits = target_logits(self.objective.target, self.final[row, place], self.ids).float()
-        return (logits + self.offset).log_softmax(-1)
+        return self._logits(self.final[row, place]).log_softmax(-1)
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's logits `[N, ids]` of states `[N, H]`, raised by what each id stands for."""
+        logits = target_logits(self.objective.target, states, self.ids).float()
+        return logits if self.log_weights is None else logits + self.log_weights
 
     def _weigh(self, name: str, logits, labels, valid, teacher) -> torch.Tensor:
         """Weighted sum of the tokens' losses; counts hits on the way."""

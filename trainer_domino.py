@@ -98,7 +98,7 @@ class DominoTrainingConfig(TrainingArguments):
         },
     )
     logits_chunk_size: int = field(
-        default=1024, metadata={"help": "Most draft tokens whose logits are in memory at one time."}
+        default=256, metadata={"help": "Most draft tokens whose logits are in memory at one time."}
     )
     block_attention: str = field(
         default="auto",

@@ -84,9 +84,9 @@ def theirs(drafter, data, options):
     warnings.simplefilter("ignore")
     from specforge.algorithms.common.dflash_family_model import OnlineDominoModel
     from specforge.modeling.draft.domino import DominoDraftModel
+    from transformers import Qwen3Config
 
-    config = drafter.config
-    config._attn_implementation = "sdpa"
+    config = Qwen3Config(**(drafter.config.to_dict() | {"model_type": "qwen3", "attn_implementation": "sdpa"}))
     model = DominoDraftModel(config)
     model.load_state_dict(drafter.state_dict())
     wrapper = OnlineDominoModel(
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--block_size", type=int, default=8)
     parser.add_argument("--anchors", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=1024, help="our --logits_chunk_size")
+    parser.add_argument("--chunk", type=int, default=256, help="our --logits_chunk_size")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--run", choices=["domino", "specforge"], help=argparse.SUPPRESS)
