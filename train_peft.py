@@ -5,6 +5,7 @@
     # 2. train on the answers (add --cpu after `launch` on a machine without a GPU)
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
+    # both at once, the answers in OUTPUT_DIR/answers.jsonl: --dataset_name prompts.jsonl --generate_answers
     # continue from an existing drafter: --model_name_or_path DRAFTER
     # check a run and print its sizes without loading anything: --dry_run
     python train_peft.py --config recipes/qwen3-8b.yaml --dry_run --dry_run_processes 8
