@@ -351,5 +351,6 @@ def test_answers_of_a_chat_are_walked_one_by_one():
     ids = prompt_ids(16)[0].tolist()
     # Four answer tokens in each of two turns: three rounds of one token each, nothing for the user's turn between.
     row = {"input_ids": ids, "supervised": [0] * 2 + [1] * 4 + [0] * 6 + [1] * 4}
-    objective.accepted_lengths = lambda row: ({"base": torch.zeros(6, dtype=torch.long)}, [2, 3, 4, 12, 13, 14])
+    nothing = torch.zeros(6, dtype=torch.long)
+    objective.accepted_lengths = lambda row: ({"base": nothing, "final": nothing}, [2, 3, 4, 12, 13, 14])
     assert simulated_tau(objective, [row])["tau_base"] == 1.0
