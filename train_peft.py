@@ -266,10 +266,14 @@ def run_facts(script, args, model, arguments: list[str] | None, train, held_out)
 
 
 def save_result(trainer: DominoTrainer, tokenizer) -> None:
-    """The drafter in bf16, and what there is to look at."""
+    """The drafter in bf16, and what there is to look at; called by all processes, which may each hold a shard."""
     directory = trainer.args.output_dir
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if not trainer.is_world_process_zero():
+        return
     drafter = DominoForSpeculation(trainer.objective.config)
-    drafter.load_state_dict(trainer.raw_state_dict())
+    drafter.load_state_dict(trainer.raw_state_dict(state))
+    drafter.generation_config = trainer.objective.drafter.generation_config
     drafter.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
@@ -278,8 +282,8 @@ def save_result(trainer: DominoTrainer, tokenizer) -> None:
     print(f"drafter saved to {directory}")
 
 
-def train(arguments: list[str] | None = None) -> DominoTrainer:
-    """The run itself; bad input raises before anything is written."""
+def train(arguments: list[str] | None = None) -> DominoTrainer | None:
+    """The run itself, or with --dry_run its plan; bad input raises before anything is written."""
     parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, ModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
     if not script.target_model_name_or_path:
@@ -292,13 +296,13 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
     if args.dry_run:
         if args.process_index == 0:
             show(dry_run(script, args, model, config))
-        return
+        return None
     target, tokenizer = load_target(script, args, model)
     train, held_out = load_data(script, args, tokenizer, target)
     torch.manual_seed(args.seed)
     drafter = build_drafter(script, model, config, target)
     if args.should_log:
-        supervised = sum(sum(row) for row in train["supervised"])
+        supervised = sum(map(sum, train["supervised"]))
         size = sum(p.numel() for p in drafter.parameters())
         print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
@@ -318,8 +322,7 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
         metrics = trainer.evaluate()
         if args.should_log:
             print(metrics)
-    if trainer.is_world_process_zero():
-        save_result(trainer, tokenizer)
+    save_result(trainer, tokenizer)
     return trainer
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import safetensors.torch
 import torch
 from accelerate.utils import gather_object
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -375,9 +376,7 @@ class DominoTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """tau from simulated rounds on the held-out rows, which the processes share among them."""
         self.objective.eval()
-        rows = eval_dataset if eval_dataset is not None else self.eval_dataset
-        mine = range(self.args.process_index, len(rows), self.args.world_size)
-        walks = gather_object([walk(self.objective, rows[i]) for i in mine])
+        walks = self.walk_held_out(eval_dataset if eval_dataset is not None else self.eval_dataset)
         metrics = tau_of_walks(walks, self.objective.config.num_drafts)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.objective.train()
@@ -385,13 +384,22 @@ class DominoTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def walk_held_out(self, rows) -> list:
+        """Walks of all rows, each by one process; a drafter in shards is walked by all processes in step."""
+        if self.accelerator.is_fsdp2:
+            # Shards come together only for calls they know of.
+            register_fsdp_forward_method(self.objective, "accepted_lengths")
+            return [walk(self.objective, row) for row in rows]
+        mine = range(self.args.process_index, len(rows), self.args.world_size)
+        return gather_object([walk(self.objective, rows[i]) for i in mine])
+
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """As the library's; True goes on from the last checkpoint that is whole, or starts where there is none.
 
         Raises:
-            ValueError: a checkpoint whose writing was cut off.
+            ValueError: a checkpoint whose writing was cut off, or a run in shards that is to be resumed.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -401,6 +409,11 @@ class DominoTrainer(Trainer):
             raise ValueError(
                 f"'{resume_from_checkpoint}' is not a whole checkpoint of this trainer; "
                 "use --resume_from_checkpoint True for the last whole one."
+            )
+        if resume_from_checkpoint and self.is_fsdp_enabled:
+            raise ValueError(
+                f"resuming '{resume_from_checkpoint}' in shards (FSDP) is not supported; "
+                "resume it under recipes/accelerate/ddp.yaml."
             )
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -437,7 +450,9 @@ class DominoTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         """A drafter directory that loads anywhere, beside the Trainer's own state."""
         output_dir = output_dir or self.args.output_dir
-        self.objective.drafter.save_pretrained(output_dir, state_dict=self.raw_state_dict(state_dict))
+        # Of a sharded run the library gives the whole weights.
+        trained = self.objective.state_dict() if state_dict is None else state_dict
+        self.objective.drafter.save_pretrained(output_dir, state_dict=self.raw_state_dict(trained))
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
         self.write_curve(output_dir)
@@ -450,7 +465,7 @@ class DominoTrainer(Trainer):
         if self.scale is not None:
             # Folding rounds: a resumed run goes on from the very weights that were trained.
             state["feature_scale"] = self.scale.scale.cpu()
-            state["scaled_fc"] = self.scale.fc.weight.detach().cpu()
+            state["scaled_fc"] = trained["drafter.fc.weight"].detach().cpu()
         safetensors.torch.save_file(state, os.path.join(output_dir, TRAINER_EXTRAS))
 
     def write_curve(self, output_dir: str) -> None:
