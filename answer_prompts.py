@@ -14,6 +14,7 @@ import hashlib
 import json
 import lzma
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -309,11 +310,14 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
     parser = HfArgumentParser((ScriptOptions, AnswerOptions), description=__doc__)
-    script, options = parser.parse_args_into_dataclasses()
-    tokenizer = AutoTokenizer.from_pretrained(script.target_model_name_or_path)
-    target = AutoModelForCausalLM.from_pretrained(script.target_model_name_or_path, dtype=script.dtype).eval()
-    target.to("cuda" if torch.cuda.is_available() else "cpu")
-    answer(target, tokenizer, read_jsonl(script.prompts), script.output_file, options)
+    try:
+        script, options = parser.parse_args_into_dataclasses()
+        tokenizer = AutoTokenizer.from_pretrained(script.target_model_name_or_path)
+        target = AutoModelForCausalLM.from_pretrained(script.target_model_name_or_path, dtype=script.dtype).eval()
+        target.to("cuda" if torch.cuda.is_available() else "cpu")
+        answer(target, tokenizer, read_jsonl(script.prompts), script.output_file, options)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"answer_prompts.py: {error}")
     if script.pack:
         print(f"packed without prompts: {pack(script.output_file)}")
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,26 +110,27 @@ class StatesFormat:
         return TargetStates(*(part.to(self.torch_dtype).cpu().contiguous().clone() for part in kept))
 
 
-class StatesStore:
-    """States by row. Subclasses say where: `__contains__(key)`, `read(key)`, `add(rows)`, `room()`."""
+class StatesStore(ABC):
+    """States by row; subclasses say where."""
 
     def __init__(self, format: StatesFormat):
         self.format = format
 
+    @abstractmethod
     def __contains__(self, key: str) -> bool:
-        raise NotImplementedError
+        """Whether the row of this key is kept."""
 
+    @abstractmethod
     def read(self, key: str) -> TargetStates:
         """Tapped `[E, T * H]` and final `[M, H]` of one row."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, rows: dict[str, TargetStates]) -> None:
-        """Keep these rows."""
-        raise NotImplementedError
+        """Keep these rows, as `StatesFormat.cut` gives them."""
 
+    @abstractmethod
     def room(self) -> tuple[int, str]:
         """Free bytes, and in words where."""
-        raise NotImplementedError
 
     def batch(self, input_ids, attention_mask, supervised) -> TargetStates | None:
         """States of a right-padded batch `[batch, L]`, zeros where none are kept; None unless all rows are known."""

@@ -5,6 +5,7 @@
     # 2. train on the answers (add --cpu after `launch` on a machine without a GPU)
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
+    # both at once, the answers in OUTPUT_DIR/answers.jsonl: --dataset_name prompts.jsonl --generate_answers
     # continue from an existing drafter: --model_name_or_path DRAFTER
     # check a run and print its sizes without loading anything: --dry_run
     python train_peft.py --config recipes/qwen3-8b.yaml --dry_run --dry_run_processes 8
@@ -154,28 +155,34 @@ def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokeniz
         DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=script.dataset_train_split)
     ]
     dataset = usable_rows(script, args, tokenizer, target, entries, script.answers_file(args))
-    test = None
-    if not script.datasets and script.dataset_test_split != script.dataset_train_split:
-        test = load_split(script.dataset_name, script.dataset_config, script.dataset_test_split)
-    if test is not None and script.eval_rows:
-        if not len(dataset):
-            raise ValueError("no usable row is left to learn from: raise --max_length, or give other rows.")
-        entry = DatasetConfig(
-            path=script.dataset_name,
-            name=script.dataset_config,
-            split=f"{script.dataset_test_split}[:{script.eval_rows}]",
-        )
-        return dataset, usable_rows(script, args, tokenizer, target, [entry], script.answers_file(args, "-test"))
-    held_out = script.eval_rows if script.test_split_size is None else round(script.test_split_size * len(dataset))
+    test = evaluation_rows(script)
+    share = script.test_split_size
+    held_out = 0 if test else script.eval_rows if share is None else round(share * len(dataset))
     if len(dataset) <= held_out:
         raise ValueError(
             f"{len(dataset)} usable rows, {held_out} of them to be held out; "
             "nothing left to learn from: add rows, raise --max_length or lower --eval_rows."
         )
+    if test:
+        evaluation = usable_rows(script, args, tokenizer, target, [test], script.answers_file(args, "-test"))
+        if not len(evaluation):
+            raise ValueError(f"no usable row in '{test.split}'; raise --max_length, or name another split.")
+        return dataset, evaluation
     if not held_out:
         return dataset, None
     parts = dataset.train_test_split(test_size=held_out, seed=0)
     return parts["train"], parts["test"]
+
+
+def evaluation_rows(script: DominoScriptArguments) -> DatasetConfig | None:
+    """The rows of the dataset's own test split that tau is measured on, where it has one."""
+    if not script.eval_rows or script.datasets or script.dataset_test_split == script.dataset_train_split:
+        return None
+    split = load_split(script.dataset_name, script.dataset_config, script.dataset_test_split)
+    if split is None:
+        return None
+    first = f"{script.dataset_test_split}[:{script.eval_rows}]"
+    return DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=first)
 
 
 def usable_rows(script: DominoScriptArguments, args: DominoTrainingConfig, tokenizer, target, entries, answers_file):

@@ -22,6 +22,7 @@ from domino_spec.answer_prompts import (
     read_jsonl,
     tokenize_prompt,
 )
+from domino_spec.answer_prompts import main as answer_main
 from domino_spec.cache_domino import row_key
 from domino_spec.chat_domino import supervise_turns
 from domino_spec.data_domino import (
@@ -535,10 +536,28 @@ def test_mixtures_and_test_splits(tmp_path, call, capsys):
     call("--dataset_name", hub, "--eval_rows", 2)
     said = capsys.readouterr().out
     assert "5 rows, 25 supervised tokens" in said and "eval_tau_final" in said
+    Dataset.from_dict({"text": ["w1"] * 3}).to_parquet(hub / "data" / "test.parquet")
+    with pytest.raises(SystemExit, match=r"no usable row in 'test\[:2\]'"):
+        call("--dataset_name", hub, "--eval_rows", 2)
     with pytest.raises(SystemExit, match="streaming is on"):
         call("--dataset_name", hub, "--dataset_streaming")
     with pytest.raises(SystemExit, match="both given"):
         call("--config", config, "--dataset_name", hub)
+
+
+def test_the_answering_script(tmp_path, monkeypatch, capsys):
+    save_target(tmp_path / "target", eos_token_id=None)
+    command = ["answer_prompts.py", "--target_model_name_or_path", str(tmp_path / "target"), "--dtype", "float32"]
+    command += ["--prompts", write_jsonl(tmp_path / "prompts.jsonl", CHATS)]
+    command += ["--output_file", str(tmp_path / "answers.jsonl"), "--max_new_tokens", "4", "--temperature", "0.7"]
+    monkeypatch.setattr(sys, "argv", [*command, "--top_p", "0.9", "--max_prompts", "4", "--pack"])
+    answer_main()
+    first = next(read_jsonl(tmp_path / "answers.jsonl"))["settings"]
+    assert (first["temperature"], first["top_p"], first["dtype"]) == (0.7, 0.9, "float32")
+    assert len(answers_of(tmp_path / "answers.jsonl.xz")) == 4
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="answer_prompts.py: .*same settings to resume"):
+        answer_main()
 
 
 def test_two_processes_share_answering_and_states(tmp_path):
