@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .data_domino import block_attention_mask, first_anchors, sample_anchors
 from .generation_domino import decoder_layers, tapped_states
-from .modeling_domino import DominoForSpeculation, add_correction, embed_tokens, target_logits
+from .modeling_domino import DominoForSpeculation, add_correction, embed_tokens, linear_at, target_logits
 
 
 @dataclass
@@ -197,7 +196,7 @@ class DominoObjective(nn.Module):
             return self.drafter.correction(states, encoded)
         down, activation, up = self.drafter.embed_proj
         hidden = activation(down(torch.cat([states, encoded], dim=-1)))
-        return F.linear(hidden, up.weight[ids]).float()
+        return linear_at(up, hidden, ids).float()
 
     def forward(
         self,

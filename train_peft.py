@@ -6,6 +6,9 @@
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
     # continue from an existing drafter: --model_name_or_path DRAFTER
+    # adapt an existing drafter to a target that has drifted from it, by LoRA on its head:
+    accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
+        --output_dir runs/adapter --model_name_or_path DRAFTER --use_peft
 
 Arguments carry TRL's names wherever TRL has one; a YAML file with the same names is taken by --config.
 """
@@ -16,15 +19,24 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+import huggingface_hub
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation
+from domino_spec.adapter_domino import (
+    DrafterModelConfig,
+    attach_adapter,
+    check_options,
+    describe_training,
+    feature_layer,
+    save_adapter,
+)
 from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
 from domino_spec.report_domino import plot_curve
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import ModelConfig, ScriptArguments, TrlParser
+from trl import ScriptArguments, TrlParser
 
 
 @dataclass
@@ -50,7 +62,7 @@ class DominoScriptArguments(ScriptArguments):
     )
 
 
-def drafter_config(script: DominoScriptArguments, model: ModelConfig) -> DominoConfig | None:
+def drafter_config(script: DominoScriptArguments, model: DrafterModelConfig) -> DominoConfig | None:
     """Config of a new drafter, from the target's config alone; None where an existing drafter goes on.
 
     Raises:
@@ -70,16 +82,19 @@ def drafter_config(script: DominoScriptArguments, model: ModelConfig) -> DominoC
     return None
 
 
-def build_drafter(script: DominoScriptArguments, model: ModelConfig, config, target) -> DominoForSpeculation:
-    """An existing drafter, or a new one for the target."""
+def build_drafter(script: DominoScriptArguments, model: DrafterModelConfig, config, target):
+    """An existing drafter or a new one for the target, and the adapter around it (None without --use_peft)."""
     if config is None:
-        drafter = DominoForSpeculation.from_pretrained(model.model_name_or_path, dtype=torch.float32)
+        drafter = DominoForSpeculation.from_pretrained(
+            model.model_name_or_path, revision=model.model_revision, dtype=torch.float32
+        )
     else:
         drafter = DominoForSpeculation(config)
+    adapter = attach_adapter(drafter, model) if model.use_peft else None
     drafter.to(target.device).check_target(target)
     if script.init_layers_from_target:
         initialise_from_target(drafter, target, script.init_layers_from_target)
-    return drafter
+    return drafter, adapter
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -90,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"train_peft.py: {error}")
 
 
-def load_target(script: DominoScriptArguments, args: DominoTrainingConfig, model: ModelConfig):
+def load_target(script: DominoScriptArguments, args: DominoTrainingConfig, model: DrafterModelConfig):
     """The frozen target on the training device, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(script.target_model_name_or_path)
     dtype = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else "auto"
@@ -146,52 +161,74 @@ def build_objective(args: DominoTrainingConfig, drafter, target, train) -> Domin
 
 
 def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) -> FeatureScale | None:
-    """The feature scale over the first rows, attached."""
-    if not args.scale_features:
+    """The feature scale over the first rows, attached to what reads the features and trains; None without that."""
+    layer = feature_layer(drafter)
+    if not args.scale_features or layer is None:
         return None
     sample = [collator([train[i]]) for i in range(min(16, len(train)))]
     scale = FeatureScale.measure(
         drafter, target, [{k: v.to(args.device) for k, v in batch.items()} for batch in sample]
     )
+    scale.fc = layer
     scale.attach()
     return scale
 
 
 def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer) -> None:
-    """The drafter in bf16, and what there is to look at."""
+    """The drafter in bf16 or its adapter, what there is to look at, and all of it on the Hub if asked for."""
     directory = trainer.args.output_dir
     if trainer.scale is not None:
         trainer.scale.fold()
-    drafter.to(torch.bfloat16).save_pretrained(directory)
+    if trainer.adapter is None:
+        drafter.to(torch.bfloat16).save_pretrained(directory)
+    else:
+        save_adapter(trainer.adapter, directory)
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
     plot_curve(trainer.curve, os.path.join(directory, "training_curve.png"))
-    print(f"drafter saved to {directory}")
+    print(f"{'drafter' if trainer.adapter is None else 'adapter'} saved to {directory}")
+    if trainer.args.push_to_hub:
+        push_result(trainer)
+
+
+def push_result(trainer: DominoTrainer) -> None:
+    """Upload the output directory as it is; the Trainer's own push would save over it first."""
+    args = trainer.args
+    huggingface_hub.upload_folder(
+        repo_id=trainer.hub_model_id,
+        folder_path=args.output_dir,
+        commit_message="End of training",
+        token=args.hub_token,
+        revision=args.hub_revision,
+        ignore_patterns=["_*", "checkpoint-*"],
+    )
 
 
 def train(arguments: list[str] | None = None) -> None:
     """The run itself; bad input raises before anything is written."""
-    parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, ModelConfig))
+    parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, DrafterModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
     for name in ("target_model_name_or_path", "dataset_name"):
         if not getattr(script, name):
             raise ValueError(f"--{name} is missing.")
-    if model.use_peft:
-        raise ValueError("--use_peft is not there yet; go on from a drafter with --model_name_or_path instead.")
+    check_options(model)
     config = drafter_config(script, model)
     torch.manual_seed(args.seed)
     target, tokenizer = load_target(script, args, model)
-    drafter = build_drafter(script, model, config, target)
+    drafter, adapter = build_drafter(script, model, config, target)
     train, held_out = load_data(script, args, tokenizer)
     supervised = sum(sum(row) for row in train["supervised"])
     size = sum(p.numel() for p in drafter.parameters())
     print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
+    if adapter is not None:
+        print(describe_training(drafter))
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     scale = measure_scale(args, drafter, target, train, collator)
     trainer = DominoTrainer(
         build_objective(args, drafter, target, train),
         args,
         scale,
+        adapter,
         train_dataset=train,
         eval_dataset=held_out,
         data_collator=collator,

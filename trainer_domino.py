@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 import safetensors.torch
 import torch
+from peft import PeftModel
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from .adapter_domino import load_adapter, save_adapter, settle_head_schedule
 from .modeling_domino import DominoForSpeculation
 from .objective_domino import DominoObjective, FeatureScale, simulated_tau
 
@@ -117,11 +119,30 @@ class Curriculum:
 
 
 class DominoTrainer(Trainer):
-    """`transformers.Trainer` whose model is a `DominoObjective`; checkpoints are drafter directories."""
+    """`transformers.Trainer` whose model is a `DominoObjective`; checkpoints are drafter or adapter directories.
 
-    def __init__(self, objective: DominoObjective, args: DominoTrainingConfig, scale: FeatureScale | None, **kwargs):
+    Args:
+        scale: attached feature scale, if any.
+        adapter: PEFT's model around the objective's drafter, if only that is to be trained and saved.
+    """
+
+    def __init__(
+        self,
+        objective: DominoObjective,
+        args: DominoTrainingConfig,
+        scale: FeatureScale | None,
+        adapter: PeftModel | None = None,
+        **kwargs,
+    ):
         super().__init__(model=objective, args=args, **kwargs)
-        self.objective, self.scale = objective, scale
+        self.objective, self.scale, self.adapter = objective, scale, adapter
+        drafter = objective.drafter
+        head = {id(p) for module in drafter.head_modules() for p in module.parameters()}
+        trained = [p for p in drafter.parameters() if adapter is None or p.requires_grad]
+        self.head = [p for p in trained if id(p) in head]
+        self.backbone = [p for p in trained if id(p) not in head]
+        if not self.backbone:
+            settle_head_schedule(args)
         self.curriculum: Curriculum | None = None
         self.sums: Counter = Counter()
         self.anchor_generator = torch.Generator().manual_seed(args.seed)
@@ -131,13 +152,10 @@ class DominoTrainer(Trainer):
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """AdamW with a group for the backbone and one for the head, which has a learning rate of its own."""
         if self.optimizer is None:
-            args, drafter = self.args, self.objective.drafter
-            head = [p for module in drafter.head_modules() for p in module.parameters()]
-            inside = {id(p) for p in head}
-            backbone = [p for p in drafter.parameters() if id(p) not in inside]
+            args = self.args
             rate = args.learning_rate if args.head_learning_rate is None else args.head_learning_rate
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(args, self.objective)
-            groups = [{"params": backbone, "lr": args.learning_rate}, {"params": head, "lr": rate}]
+            groups = [{"params": self.backbone, "lr": args.learning_rate}, {"params": self.head, "lr": rate}]
             self.optimizer = optimizer_class(groups, weight_decay=args.weight_decay, **options)
         return self.optimizer
 
@@ -159,8 +177,8 @@ class DominoTrainer(Trainer):
 
     def set_stage(self, step: int) -> None:
         """Freeze the head in stage 1, free it in stage 2."""
-        for module in self.objective.drafter.head_modules():
-            module.requires_grad_(step >= self.curriculum.stage1_steps)
+        for parameter in self.head:
+            parameter.requires_grad_(step >= self.curriculum.stage1_steps)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Loss of one batch, and sums for the log."""
@@ -202,7 +220,10 @@ class DominoTrainer(Trainer):
         """A drafter directory that loads anywhere, beside the Trainer's own state."""
         output_dir = output_dir or self.args.output_dir
         with self.raw_features():
-            self.objective.drafter.save_pretrained(output_dir)
+            if self.adapter is None:
+                self.objective.drafter.save_pretrained(output_dir)
+            else:
+                save_adapter(self.adapter, output_dir)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
         self.write_curve(output_dir)
@@ -233,6 +254,10 @@ class DominoTrainer(Trainer):
 
     def _load_drafter(self, checkpoint: str) -> None:
         """Saved weights, which work on raw features, into the drafter in training."""
+        if self.adapter is not None:
+            with self.raw_features():
+                load_adapter(self.adapter, checkpoint)
+            return
         saved = DominoForSpeculation.from_pretrained(checkpoint, dtype=self.objective.drafter.dtype)
         with self.raw_features():
             self.objective.drafter.load_state_dict(saved.state_dict())
