@@ -14,6 +14,7 @@ import re
 import sys
 from dataclasses import dataclass, field, fields
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import CONFIG_NAME, ModulesToSaveWrapper, load_peft_weights, set_peft_model_state_dict
@@ -190,12 +191,18 @@ def attach_adapter(drafter: DominoForSpeculation, options: DrafterModelConfig) -
     return model
 
 
-def save_adapter(model: PeftModel, directory: str) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, all that PEFT needs beside the drafter."""
+def save_adapter(model: PeftModel, directory: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, all that PEFT needs beside the drafter.
+
+    Args:
+        state_dict: the wrapped drafter's state, if others of its weights are to be saved than it has now.
+    """
     # PEFT's card is a form that nobody has filled in.
     model.create_or_update_model_card = lambda directory: None
     # Looking for resized embeddings, PEFT would ask the Hub about the base, which has none.
-    model.save_pretrained(directory, save_embedding_layers=False)
+    if state_dict is not None:
+        state_dict = {f"base_model.model.{name}": tensor for name, tensor in state_dict.items()}
+    model.save_pretrained(directory, save_embedding_layers=False, state_dict=state_dict)
 
 
 def trained_tensors(drafter: DominoForSpeculation) -> dict[str, int]:
@@ -253,7 +260,8 @@ def settle_head_schedule(args) -> None:
         ValueError: a curriculum was asked for.
     """
     default = type(args).__dataclass_fields__["lambda_decay_ratio"].default
-    for name, values in (("stage1_ratio", (0,)), ("lambda_decay_ratio", (0, default))):
+    allowed = {"stage1_ratio": (0,), "stage_switch": ("fixed",), "lambda_decay_ratio": (0, default)}
+    for name, values in allowed.items():
         if getattr(args, name) not in values:
             raise ValueError(
                 f"{name} is {getattr(args, name)}, but the backbone is frozen and only the head's loss can be "

@@ -133,6 +133,22 @@ def block_attention_mask(anchors: torch.Tensor, block_size: int, context_mask: t
     return torch.cat([context, own], dim=-1)[:, None]
 
 
+def flex_block_mask(anchors: torch.Tensor, block_size: int, context_mask: torch.Tensor):
+    """`block_attention_mask` as FlexAttention's BlockMask: no full-size mask is written, hidden tiles cost nothing."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch_size, length = context_mask.shape
+    slots = anchors.shape[1] * block_size
+
+    def visible(row, head, query, key):
+        block = query // block_size
+        place = key.clamp(max=length - 1)
+        context = (key < anchors[row, block]) & context_mask[row, place]
+        return torch.where(key < length, context, (key - length) // block_size == block)
+
+    return create_block_mask(visible, batch_size, None, slots, length + slots, device=anchors.device)
+
+
 @dataclass
 class BlockCollator:
     """Pad rows on the right and cut them at `max_length`."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -155,7 +156,7 @@ class DominoAttention(nn.Module):
         return heads
 
 
-class DominoDecoderLayer(nn.Module):
+class DominoDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm attention and SwiGLU. The context is not normed again: `hidden_norm` did that for all layers."""
 
     def __init__(self, config: DominoConfig, layer_idx: int):
@@ -213,6 +214,8 @@ class DominoPreTrainedModel(PreTrainedModel):
     main_input_name = "noise_embeds"
     _no_split_modules = ["DominoDecoderLayer"]
     _supports_sdpa = True
+    _supports_flex_attn = True
+    supports_gradient_checkpointing = True
     _supports_attention_backend = True
 
     @torch.no_grad()

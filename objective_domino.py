@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from .data_domino import block_attention_mask, first_anchors, sample_anchors
+from .data_domino import block_attention_mask, first_anchors, flex_block_mask
 from .generation_domino import decoder_layers, tapped_states
+from .losses_domino import DraftLoss, chunked_sum
 from .modeling_domino import DominoForSpeculation, add_correction, embed_tokens, linear_at, target_logits
+
+BLOCK_ATTENTION = ("auto", "dense", "flex")
 
 
 @dataclass
@@ -70,14 +72,9 @@ class FeatureScale:
         self.handle.remove()
         self.fc.weight.div_(self.scale)
 
-    @contextmanager
-    def folded(self):
-        """Raw-feature weights for as long as the context lasts: for saving."""
-        self.fold()
-        try:
-            yield
-        finally:
-            self.attach()
+    def raw(self, weight: torch.Tensor) -> torch.Tensor:
+        """`fc`'s weight in training as the one that works on raw features."""
+        return weight / self.scale.to(weight.device)
 
 
 class DominoObjective(nn.Module):
@@ -85,14 +82,16 @@ class DominoObjective(nn.Module):
 
     Args:
         drafter, target: the target is not a submodule: it is neither trained nor saved.
-        gamma (float): the k-th draft weighs `exp(-(k - 1) / gamma)`.
-        distill_weight (float, 0 to 1): share of the KL divergence to the target's law; the rest is cross-entropy.
+        loss (DraftLoss): what a draft token costs.
         frequent_ids (int `[F]`, optional): ids always in the softmax; together with the batch's labels and
             `num_negatives` random other ids, weighted for what they stand for, they estimate the whole softmax.
             None takes all ids.
+        logits_chunk_size (int): most draft tokens whose logits exist at one time.
+        block_attention (str): "dense" for a boolean mask, "flex" for FlexAttention's block mask, which skips what is
+            hidden; "auto" takes flex on CUDA.
 
-    Source: Domino (arXiv 2605.29707), section 3.4; position weights as in DFlash; estimated softmax: Bengio and
-        Senecal 2008, adaptive importance sampling.
+    Source: Domino (arXiv 2605.29707), section 3.4; estimated softmax: Bengio and Senecal 2008, adaptive importance
+        sampling.
     """
 
     def __init__(
@@ -100,22 +99,38 @@ class DominoObjective(nn.Module):
         drafter: DominoForSpeculation,
         target,
         *,
-        gamma: float = 7.0,
-        distill_weight: float = 0.0,
+        loss: DraftLoss | None = None,
         frequent_ids: torch.Tensor | None = None,
         num_negatives: int = 1024,
+        logits_chunk_size: int = 1024,
+        block_attention: str = "auto",
     ):
         super().__init__()
+        if block_attention not in BLOCK_ATTENTION:
+            raise ValueError(f"block_attention is '{block_attention}'; expected one of {', '.join(BLOCK_ATTENTION)}.")
         self.kept_states: dict[tuple[int, ...], TargetStates] = {}
         self.drafter = drafter
         self._target = [target]
-        self.gamma, self.distill_weight = gamma, distill_weight
+        self.loss = loss or DraftLoss()
         self.frequent_ids, self.num_negatives = frequent_ids, num_negatives
         self.config = drafter.config
+        self.logits_chunk_size = logits_chunk_size
+        on_cuda = drafter.device.type == "cuda"
+        self.flex = block_attention == "flex" or (block_attention == "auto" and on_cuda)
+        if self.flex:
+            drafter.set_attn_implementation("flex_attention")
 
     @property
     def target(self):
         return self._target[0]
+
+    def gradient_checkpointing_enable(self, **options) -> None:
+        """Recompute the draft layers in the backward pass: less memory, a third more time in them."""
+        self.drafter.gradient_checkpointing_enable(**options)
+
+    def activation_checkpointing_enable(self, **options) -> None:
+        """The same by the name it has in newer versions of transformers."""
+        self.drafter.activation_checkpointing_enable(**options)
 
     def remember(self, rows, progress=None) -> None:
         """Compute and keep the target's states of these rows, one at a time, for all epochs to come."""
@@ -143,6 +158,7 @@ class DominoObjective(nn.Module):
         """Backbone states `[batch, M, n, H]` of the blocks at `anchors [batch, M]`."""
         config, drafter = self.config, self.drafter
         batch_size, num_blocks = anchors.shape
+        make_mask = flex_block_mask if self.flex else block_attention_mask
         slots = torch.arange(config.block_size, device=input_ids.device)
         block_ids = anchors.new_full((batch_size, num_blocks, config.block_size), config.mask_token_id)
         block_ids[:, :, 0] = input_ids.gather(1, anchors)
@@ -151,7 +167,7 @@ class DominoObjective(nn.Module):
             tapped.to(dtype=drafter.dtype),
             (anchors[:, :, None] + slots).flatten(1),
             torch.arange(input_ids.shape[1], device=input_ids.device).expand(batch_size, -1),
-            block_attention_mask(anchors, config.block_size, attention_mask.bool()),
+            make_mask(anchors, config.block_size, attention_mask.bool()),
         )
         states = states.unflatten(1, (num_blocks, config.block_size))
         return states[:, :, config.first_draft_slot :]
@@ -174,16 +190,16 @@ class DominoObjective(nn.Module):
         valid = inside & supervised.bool().gather(1, places.flatten(1)).view_as(places) & kept[:, :, None]
         return places, valid.long().cumprod(-1).bool()
 
-    def softmax_ids(self, labels: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def softmax_ids(self, labels: torch.Tensor, seed: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Ids of the estimated softmax and the log weights `[ids]` of what each stands for; None for all ids."""
         if self.frequent_ids is None:
             return None, None
-        vocab = self.config.vocab_size
-        certain = torch.zeros(vocab, dtype=torch.bool)
+        certain = torch.zeros(self.config.vocab_size, dtype=torch.bool)
         certain[self.frequent_ids] = True
         certain[labels.cpu()] = True
         others = (~certain).nonzero()[:, 0]
-        negatives = others[torch.randint(max(len(others), 1), (min(self.num_negatives, len(others)),))]
+        chosen = (min(self.num_negatives, len(others)),)
+        negatives = others[torch.randint(max(len(others), 1), chosen, generator=torch.Generator().manual_seed(seed))]
         ids = torch.cat([certain.nonzero()[:, 0], negatives])
         log_weights = torch.zeros(len(ids))
         if len(negatives):
@@ -198,82 +214,54 @@ class DominoObjective(nn.Module):
         hidden = activation(down(torch.cat([states, encoded], dim=-1)))
         return linear_at(up, hidden, ids).float()
 
+    def label_weight(self, input_ids, supervised, anchors, kept) -> torch.Tensor:
+        """Sum of the places' weights over all labels of these blocks: what a step's loss is divided by."""
+        _, valid = self.labels(input_ids, supervised, anchors, kept)
+        return self.loss.fixed_weights(valid).sum()
+
     def forward(
         self,
         input_ids,
         attention_mask,
         supervised,
+        anchors,
+        kept=None,
         lam: float = 1.0,
-        num_anchors: int = 256,
-        generator=None,
-        anchors=None,
+        normalizer: torch.Tensor | None = None,
+        seed: int = 0,
     ):
         """Loss of one batch.
 
         Args:
             input_ids, attention_mask, supervised (int `[batch, L]`): right-padded rows.
+            anchors (int `[batch, M]`), kept (bool `[batch, M]`, default all): from `sample_anchors`.
             lam (float): weight of the base loss; the head runs only below 1.
-            anchors (int `[batch, M]`, optional): fixed anchors instead of sampled ones.
+            normalizer (float, scalar): `label_weight` of all batches of the step (default: of this one).
+            seed (int): of the random ids of the estimated softmax.
         Returns:
-            dict: `loss`, detached `base_loss` and `final_loss`, and per draft `base_hits`, `final_hits`, `counts`
-            `[n]` (top-1 hits among the ids of the softmax).
+            dict: `loss`; `base_loss` and `final_loss`, weighted sums without gradient, and `weight`, that of their
+            weights; `base_hits`, `final_hits`, `counts` `[n]`: top-1 hits among the ids of the softmax, and labels,
+            per draft; `base_leading`, `final_leading`: leading hits summed over blocks, and `blocks`.
         """
+        kept = torch.ones_like(anchors, dtype=torch.bool) if kept is None else kept
         states = self.states_of(input_ids, attention_mask)
-        if anchors is None:
-            anchors, kept = sample_anchors(first_anchors(supervised), num_anchors, generator)
-        else:
-            kept = torch.ones_like(anchors, dtype=torch.bool)
         places, valid = self.labels(input_ids, supervised, anchors, kept)
         z = self.draft_states(input_ids, attention_mask, anchors, states.tapped)
-        n = self.config.num_drafts
-        order = torch.arange(n, device=input_ids.device).expand_as(valid)[valid]  # draft index of every kept label
-        labels = input_ids.gather(1, places.flatten(1)).view_as(places)[valid]  # [N]
-        ids, log_weights = self.softmax_ids(labels)
-        where = labels
-        if ids is not None:
-            lookup = torch.zeros(self.config.vocab_size, dtype=torch.long, device=ids.device)
-            lookup[ids] = torch.arange(len(ids), device=ids.device)
-            where = lookup[labels]
-        weights = torch.exp(-order.float() / self.gamma)
-        z = z[valid]  # [N, H]
-        offset = 0.0 if log_weights is None else log_weights
-        base_logits = target_logits(self.target, z, ids).float() + offset
-        teacher = None
-        if self.distill_weight:
-            rows = torch.arange(input_ids.shape[0], device=input_ids.device)[:, None, None].expand_as(places)[valid]
-            with torch.no_grad():
-                teacher = (
-                    target_logits(self.target, states.final[rows, places[valid] - 1], ids).float() + offset
-                ).log_softmax(-1)
-        losses = {"base": self._loss(base_logits, where, teacher)}
-        hits = {"base": base_logits.argmax(-1) == where}
-        if lam < 1:
-            late = order >= self.config.pure_draft_prefix_len
-            encoded = self.encode_prefixes(input_ids, anchors)[valid]
-            correction = self.corrections(z[late], encoded[late], ids)
-            rows = late.nonzero()[:, 0]
-            final_logits = base_logits.index_copy(0, rows, add_correction(base_logits[rows], correction))
-            losses["final"] = self._loss(final_logits, where, teacher)
-            hits["final"] = final_logits.argmax(-1) == where
-        total = weights.sum().clamp(min=1e-9)
-        base = (losses["base"] * weights).sum() / total
-        final = (losses["final"] * weights).sum() / total if "final" in losses else base
-        loss = lam * base + (1 - lam) * final if lam < 1 else base
-        counts = torch.bincount(order, minlength=n)
-        result = {"loss": loss, "base_loss": base.detach(), "final_loss": final.detach(), "counts": counts}
-        for name in ("base", "final"):
-            hit = hits.get(name, hits["base"])
-            result[f"{name}_hits"] = torch.bincount(order[hit], minlength=n)
-        return result
-
-    def _loss(self, logits, where, teacher):
-        """Cross-entropy and KL(p || q), mixed; `[N]`."""
-        log_q = logits.log_softmax(-1)
-        loss = -log_q.gather(1, where[:, None])[:, 0]
-        if teacher is not None:
-            divergence = (teacher.exp() * (teacher - log_q)).sum(-1)
-            loss = (1 - self.distill_weight) * loss + self.distill_weight * divergence
-        return loss
+        head = [p for module in self.drafter.head_modules() for p in module.parameters()]
+        encoded = self.encode_prefixes(input_ids, anchors).flatten(0, 1) if lam < 1 else None
+        labels = input_ids.gather(1, places.flatten(1)).view_as(places)
+        ids, log_weights = self.softmax_ids(labels[valid], seed)
+        blocks = _Blocks(self, lam, ids, log_weights, labels.flatten(0, 1), valid.flatten(0, 1))
+        if self.loss.needs_teacher:
+            blocks.teach(states.final, places)
+        chunk = max(1, self.logits_chunk_size // self.config.num_drafts)
+        total = chunked_sum(blocks.run, chunk, z.flatten(0, 1), encoded, head if lam < 1 else [])
+        sums = blocks.sums | {"weight": self.loss.fixed_weights(valid).sum()}
+        loss = total / (sums["weight"] if normalizer is None else normalizer).clamp(min=1e-9)
+        if lam >= 1:
+            # Several processes wait for a gradient of every parameter, also of those that have no part in the loss.
+            loss = loss + sum(0.0 * p.sum() for p in head if p.requires_grad)
+        return {"loss": loss} | sums
 
     @torch.no_grad()
     def accepted_lengths(self, row: dict, chunk: int = 32) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -308,6 +296,82 @@ class DominoObjective(nn.Module):
                 hits = (logits.argmax(-1) == labels) & valid[0]
                 lengths[name].append(hits.long().cumprod(-1).sum(-1))
         return {name: torch.cat(parts) for name, parts in lengths.items()}, every.tolist()
+
+
+class _Blocks:
+    """The blocks of one batch on their way through the vocabulary, some at a time.
+
+    Args:
+        labels (int), valid (bool) `[blocks, n]`; ids, log_weights: from `softmax_ids`.
+    """
+
+    def __init__(self, objective: DominoObjective, lam: float, ids, log_weights, labels, valid):
+        self.objective, self.lam, self.ids, self.valid = objective, lam, ids, valid
+        self.offset = 0.0 if log_weights is None else log_weights
+        self.labels = labels
+        if ids is not None:
+            lookup = labels.new_zeros(objective.config.vocab_size)
+            lookup[ids] = torch.arange(len(ids), device=ids.device)
+            self.labels = lookup[labels]
+        self.final = None
+        per_draft = labels.new_zeros(labels.shape[1])
+        self.sums = {name: per_draft.clone() for name in ("base_hits", "final_hits", "counts")}
+        self.sums |= {name: torch.zeros((), device=labels.device) for name in ("base_loss", "final_loss")}
+        self.sums |= {name: labels.new_zeros(()) for name in ("base_leading", "final_leading", "blocks")}
+
+    def teach(self, final: torch.Tensor, places: torch.Tensor) -> None:
+        """Take the target's last states `[batch, L, H]`; the one before a label gives the law of the label."""
+        self.final = final
+        rows = torch.arange(final.shape[0], device=final.device)[:, None, None].expand_as(places)
+        self.sources = rows.flatten(0, 1), places.flatten(0, 1) - 1
+
+    def run(self, part: slice, z: torch.Tensor, encoded: torch.Tensor | None) -> torch.Tensor | None:
+        """Weighted loss of some blocks, `z [K, n, H]` and `encoded [K, n, S]`; None where they have no label."""
+        objective, valid, labels = self.objective, self.valid[part], self.labels[part]
+        if not valid.any():
+            return None
+        base_logits = target_logits(objective.target, z[valid], self.ids).float() + self.offset  # [N, ids]
+        teacher = self._teacher(part, valid)
+        base = self._weigh("base", base_logits, labels, valid, teacher)
+        self.sums["counts"] += valid.sum(0)
+        self.sums["blocks"] += valid[:, 0].sum()
+        if self.lam >= 1:
+            for kind in ("loss", "hits", "leading"):
+                self.sums[f"final_{kind}"] = self.sums[f"base_{kind}"]
+            return base
+        late = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)[valid]
+        rows = (late >= objective.config.pure_draft_prefix_len).nonzero()[:, 0]
+        correction = objective.corrections(z[valid][rows], encoded[valid][rows], self.ids)
+        final_logits = base_logits.index_copy(0, rows, add_correction(base_logits[rows], correction))
+        final = self._weigh("final", final_logits, labels, valid, teacher)
+        return self.lam * base + (1 - self.lam) * final
+
+    @torch.no_grad()
+    def _teacher(self, part: slice, valid: torch.Tensor) -> torch.Tensor | None:
+        """The target's log law of every label, `[N, ids]`."""
+        if self.final is None:
+            return None
+        row, place = (source[part][valid] for source in self.sources)
+        logits = target_logits(self.objective.target, self.final[row, place], self.ids).float()
+        return (logits + self.offset).log_softmax(-1)
+
+    def _weigh(self, name: str, logits, labels, valid, teacher) -> torch.Tensor:
+        """Weighted sum of the tokens' losses; counts hits on the way."""
+        loss = self.objective.loss
+        where = labels[valid]
+        tokens, label_log_q = loss.tokens(logits, where, teacher)
+        weights = loss.weights(_spread(label_log_q.detach(), valid), valid)[valid]
+        hits = _spread(logits.detach().argmax(-1) == where, valid)
+        self.sums[f"{name}_hits"] = self.sums[f"{name}_hits"] + hits.sum(0)
+        self.sums[f"{name}_leading"] = self.sums[f"{name}_leading"] + hits.long().cumprod(-1).sum()
+        total = (tokens * weights).sum()
+        self.sums[f"{name}_loss"] = self.sums[f"{name}_loss"] + total.detach()
+        return total
+
+
+def _spread(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """`[N]` to the places `[blocks, n]` they were taken from, zero elsewhere."""
+    return values.new_zeros(valid.shape).masked_scatter(valid, values)
 
 
 def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> tuple[int, int]:

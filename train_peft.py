@@ -147,10 +147,11 @@ def build_objective(args: DominoTrainingConfig, drafter, target, train) -> Domin
     objective = DominoObjective(
         drafter,
         target,
-        gamma=args.loss_gamma,
-        distill_weight=args.distill_weight,
+        loss=args.draft_loss(),
         frequent_ids=frequent_ids(train, args.vocab_sample_size) if args.vocab_sample_size else None,
         num_negatives=max(256, args.vocab_sample_size // 4),
+        logits_chunk_size=args.logits_chunk_size,
+        block_attention=args.block_attention,
     )
     if args.keep_states:
         width = target.config.get_text_config().hidden_size * (len(drafter.config.target_layer_ids) + 1)

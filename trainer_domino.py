@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import safetensors.torch
 import torch
 from peft import PeftModel
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from .adapter_domino import load_adapter, save_adapter, settle_head_schedule
+from .data_domino import first_anchors, sample_anchors
+from .losses_domino import POSITION_WEIGHTS, DraftLoss
 from .modeling_domino import DominoForSpeculation
-from .objective_domino import DominoObjective, FeatureScale, simulated_tau
+from .objective_domino import BLOCK_ATTENTION, DominoObjective, FeatureScale, simulated_tau
 
 CURVE = "training_curve.jsonl"
 TRAINER_EXTRAS = "domino_trainer.safetensors"
+COMPLETE = "checkpoint_complete"
+STAGE_SWITCHES = ("fixed", "adaptive")
 
 
 @dataclass
@@ -32,7 +38,7 @@ class DominoTrainingConfig(TrainingArguments):
     """Training options; the defaults are the paper's recipe.
 
     Raises:
-        ValueError: a ratio out of range.
+        ValueError: a value out of range, or an option that the drafter's training has no use for.
     """
 
     per_device_train_batch_size: int = 1
@@ -54,38 +60,104 @@ class DominoTrainingConfig(TrainingArguments):
         default=0.1, metadata={"help": "Share of stage 2 over which the head's learning rate rises."}
     )
     head_learning_rate: float | None = field(default=None, metadata={"help": "Default: learning_rate."})
-    loss_gamma: float = field(default=7.0, metadata={"help": "Draft k weighs exp(-(k - 1) / gamma)."})
-    distill_weight: float = field(
-        default=0.0, metadata={"help": "Share of KL(target || draft) in the loss, the rest is cross-entropy."}
+    stage_switch: str = field(
+        default="fixed",
+        metadata={
+            "help": "fixed: stage 1 takes stage1_ratio of the steps. adaptive: it ends when the base logits' leading "
+            "hits stop growing, at stage1_ratio of the steps (half of them where that is 0) at the latest.",
+            "choices": STAGE_SWITCHES,
+        },
     )
+    stage_switch_window: int = field(
+        default=50, metadata={"help": "Optimizer steps over which an adaptive switch averages."}
+    )
+    stage_switch_patience: int = field(
+        default=3, metadata={"help": "Windows without 1% growth after which an adaptive switch leaves stage 1."}
+    )
+    ce_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy with the target's token."})
+    kl_weight: float = field(default=0.0, metadata={"help": "Weight of KL(target || draft)."})
+    tv_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the total variation between target and draft (DSpark: 0.9, ce 0.1)."}
+    )
+    position_weights: str = field(
+        default="exponential",
+        metadata={
+            "help": "exponential: draft k weighs exp(-(k - 1) / loss_gamma). dpace: what it adds to the expected "
+            "acceptance length.",
+            "choices": POSITION_WEIGHTS,
+        },
+    )
+    loss_gamma: float = field(default=7.0, metadata={"help": "Reach of the exponential position weights, in drafts."})
+    dpace_alpha: float = field(default=0.5, metadata={"help": "Smoothing of the dpace position weights, 0 to 1."})
     vocab_sample_size: int = field(
         default=0,
         metadata={
             "help": "Estimate the softmax with so many frequent ids, the labels and a random quarter more; 0: all."
         },
     )
+    logits_chunk_size: int = field(
+        default=1024, metadata={"help": "Most draft tokens whose logits are in memory at one time."}
+    )
+    block_attention: str = field(
+        default="auto",
+        metadata={
+            "help": "dense: a boolean mask. flex: FlexAttention. auto: flex on CUDA.",
+            "choices": BLOCK_ATTENTION,
+        },
+    )
     keep_states: bool = field(
         default=False, metadata={"help": "Compute the target's states once and keep them in memory (bf16)."}
     )
     scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Stop after so many evaluations without a better held-out tau."}
+    )
 
     def __post_init__(self):
+        if (
+            self.early_stopping_patience is not None or self.load_best_model_at_end
+        ) and not self.metric_for_best_model:
+            self.metric_for_best_model, self.greater_is_better = "tau_final", True
         super().__post_init__()
-        for name in ("stage1_ratio", "lambda_decay_ratio", "head_warmup_ratio", "distill_weight"):
+        for name in ("stage1_ratio", "lambda_decay_ratio", "head_warmup_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a share from 0 to 1.")
-        for name in ("num_anchors", "max_length"):
+        for name in ("num_anchors", "max_length", "logits_chunk_size", "stage_switch_window", "stage_switch_patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
-        if self.gradient_checkpointing:
-            raise ValueError("gradient_checkpointing is on; the drafter has none: lower num_anchors instead.")
+        for name, known in (("stage_switch", STAGE_SWITCHES), ("block_attention", BLOCK_ATTENTION)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is '{getattr(self, name)}'; expected one of {', '.join(known)}.")
+        self.draft_loss()
+        if self.vocab_sample_size < 0:
+            raise ValueError(f"vocab_sample_size is {self.vocab_sample_size}; expected 0 (all ids) or more.")
         if self.lr_scheduler_type == "reduce_lr_on_plateau":
             raise ValueError("lr_scheduler_type is reduce_lr_on_plateau; expected a schedule over steps, like cosine.")
+        if self.fp16:
+            raise ValueError("fp16 is on, but the loss has no scaling inside its chunks; use bf16 or neither.")
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"{self.n_gpu} GPUs in one process; start one process for each with `accelerate launch`, "
+                "or show one with CUDA_VISIBLE_DEVICES."
+            )
+        if self.early_stopping_patience is not None and self.eval_strategy == "no":
+            raise ValueError("early_stopping_patience needs evaluations; add --eval_strategy steps --eval_steps N.")
         if self.resume_from_checkpoint in ("True", "true"):
             self.resume_from_checkpoint = True
 
+    def draft_loss(self) -> DraftLoss:
+        """The loss these options describe."""
+        return DraftLoss(
+            cross_entropy=self.ce_weight,
+            forward_kl=self.kl_weight,
+            total_variation=self.tv_weight,
+            position_weights=self.position_weights,
+            gamma=self.loss_gamma,
+            dpace_alpha=self.dpace_alpha,
+        )
 
-@dataclass(frozen=True)
+
+@dataclass
 class Curriculum:
     """Base-anchored curriculum in optimizer steps.
 
@@ -95,13 +167,15 @@ class Curriculum:
     """
 
     total_steps: int
-    stage1_ratio: float
+    stage1_steps: int
     lambda_decay_ratio: float
     head_warmup_ratio: float
 
-    @property
-    def stage1_steps(self) -> int:
-        return round(self.total_steps * self.stage1_ratio)
+    @classmethod
+    def planned(cls, args: DominoTrainingConfig, total_steps: int) -> Curriculum:
+        """The curriculum before training; an adaptive switch may still end stage 1 sooner."""
+        ratio = args.stage1_ratio or (0.5 if args.stage_switch == "adaptive" else 0.0)
+        return cls(total_steps, round(total_steps * ratio), args.lambda_decay_ratio, args.head_warmup_ratio)
 
     def lam(self, step: int) -> float:
         """Weight of the base loss at an optimizer step (0-based)."""
@@ -118,8 +192,39 @@ class Curriculum:
         return min(1.0, (step - self.stage1_steps + 1) / warmup) if warmup >= 1 else 1.0
 
 
+@dataclass
+class Plateau:
+    """Says when a length has stopped growing by a hundredth for `patience` observations."""
+
+    patience: int
+    best: float = 0.0
+    stale: int = 0
+
+    def reached(self, length: float) -> bool:
+        """Take one more observation."""
+        if length > 1.01 * self.best:
+            self.best, self.stale = length, 0
+        else:
+            self.stale += 1
+        return self.stale >= self.patience
+
+
+def last_complete_checkpoint(output_dir: str) -> str | None:
+    """The newest checkpoint whose writing was finished; a run killed while writing one leaves it unmarked."""
+    if not os.path.isdir(output_dir):
+        return None
+    steps = [name.rpartition("-")[2] for name in os.listdir(output_dir) if name.startswith(PREFIX_CHECKPOINT_DIR)]
+    for step in sorted((int(step) for step in steps if step.isdigit()), reverse=True):
+        directory = os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        if os.path.exists(os.path.join(directory, COMPLETE)):
+            return directory
+    return None
+
+
 class DominoTrainer(Trainer):
     """`transformers.Trainer` whose model is a `DominoObjective`; checkpoints are drafter or adapter directories.
+
+    Anchors are a function of seed, optimizer step, process and micro-batch, so a resumed run draws the same ones.
 
     Args:
         scale: attached feature scale, if any.
@@ -135,19 +240,24 @@ class DominoTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(model=objective, args=args, **kwargs)
+        # `compute_loss` divides by the weight of all labels of the step itself.
+        self.model_accepts_loss_kwargs = True
         self.objective, self.scale, self.adapter = objective, scale, adapter
-        drafter = objective.drafter
-        head = {id(p) for module in drafter.head_modules() for p in module.parameters()}
-        trained = [p for p in drafter.parameters() if adapter is None or p.requires_grad]
-        self.head = [p for p in trained if id(p) in head]
-        self.backbone = [p for p in trained if id(p) not in head]
+        inside = {id(p) for module in objective.drafter.head_modules() for p in module.parameters()}
+        trained = [p for p in objective.drafter.parameters() if p.requires_grad]
+        self.head = [p for p in trained if id(p) in inside]
+        self.backbone = [p for p in trained if id(p) not in inside]
         if not self.backbone:
             settle_head_schedule(args)
         self.curriculum: Curriculum | None = None
+        self.plateau = Plateau(args.stage_switch_patience) if args.stage_switch == "adaptive" else None
         self.sums: Counter = Counter()
-        self.anchor_generator = torch.Generator().manual_seed(args.seed)
+        self.window = torch.zeros(2, dtype=torch.float64)  # leading hits of the base logits, blocks
+        self.step_window = torch.zeros(2, device=args.device)
         self.curve: list[dict] = []
-        self.add_callback(_StageSwitch(self))
+        self.add_callback(_Stages(self))
+        if args.early_stopping_patience is not None:
+            self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """AdamW with a group for the backbone and one for the head, which has a learning rate of its own."""
@@ -164,45 +274,93 @@ class DominoTrainer(Trainer):
         fresh = self.lr_scheduler is None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if fresh:
-            args = self.args
-            self.curriculum = Curriculum(
-                num_training_steps, args.stage1_ratio, args.lambda_decay_ratio, args.head_warmup_ratio
-            )
-            schedule, factor = scheduler.lr_lambdas[1], self.curriculum.head_factor
-            scheduler.lr_lambdas[1] = lambda step: schedule(step) * factor(step)
-            # The scheduler has set the rates of step 0 already; set the head's again with its factor.
-            scheduler.optimizer.param_groups[1]["lr"] = scheduler.base_lrs[1] * scheduler.lr_lambdas[1](0)
-            self.set_stage(0)
+            self.curriculum = Curriculum.planned(self.args, num_training_steps)
+            schedule = scheduler.lr_lambdas[1]
+            scheduler.lr_lambdas[1] = lambda step: schedule(step) * self.curriculum.head_factor(step)
+            self._set_head_rate(scheduler, 0)
         return scheduler
 
-    def set_stage(self, step: int) -> None:
-        """Freeze the head in stage 1, free it in stage 2."""
+    @staticmethod
+    def _set_head_rate(scheduler, step: int) -> None:
+        """Set the head's learning rate of a step that the scheduler has passed already."""
+        rate = scheduler.base_lrs[1] * scheduler.lr_lambdas[1](step)
+        scheduler.optimizer.param_groups[1]["lr"] = rate
+
+    def end_stage1(self, step: int) -> None:
+        """Begin stage 2 at an optimizer step, sooner than planned."""
+        self.curriculum.stage1_steps = step
+        self.curve.append({"step": step, "stage": 2})
+        self._set_head_rate(self.lr_scheduler, step)
+
+    def freeze_head(self) -> None:
+        """Forget the head's gradients, so that in stage 1 the optimizer passes it by.
+
+        It stays trainable for autograd: processes that share gradients agree on the set of parameters only once.
+        """
         for parameter in self.head:
-            parameter.requires_grad_(step >= self.curriculum.stage1_steps)
+            parameter.grad = None
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device):
+        """The batches of one optimizer step with their anchors, and the weight of all their labels everywhere."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        weight = torch.zeros((), device=device)
+        for i, batch in enumerate(batches):
+            place = (self.args.seed, self.state.global_step, self.args.process_index, i)
+            batch["seed"] = random.Random(repr(place)).getrandbits(63)
+            generator = torch.Generator().manual_seed(batch["seed"])
+            batch["anchors"], batch["kept"] = sample_anchors(
+                first_anchors(batch["supervised"]), self.args.num_anchors, generator
+            )
+            weight += self.objective.label_weight(
+                batch["input_ids"], batch["supervised"], batch["anchors"], batch["kept"]
+            ).to(device)
+        return batches, self.accelerator.reduce(weight, "sum")
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Loss of one batch, and sums for the log."""
+        """Share of one batch in the step's loss, and sums for the log."""
         lam = self.curriculum.lam(self.state.global_step)
-        result = model(**inputs, lam=lam, num_anchors=self.args.num_anchors, generator=self.anchor_generator)
-        self.sums["batches"] += 1
-        for name in ("base_loss", "final_loss"):
-            self.sums[name] += result[name].item()
-        self.sums["lambda"] += lam
-        for name in ("base_hits", "final_hits", "counts"):
-            for i, value in enumerate(result[name].tolist()):
-                self.sums[name, i] += value
-        return (result["loss"], result) if return_outputs else result["loss"]
+        result = model(**inputs, lam=lam, normalizer=num_items_in_batch)
+        for name, value in result.items():
+            if name != "loss":
+                self.sums[name] += value.detach()
+        if self.plateau is not None:
+            self.step_window += torch.stack([result["base_leading"], result["blocks"]])
+        # Processes average their gradients; the loss is a sum over all of them.
+        loss = result["loss"] * self.args.world_size
+        return (loss, result) if return_outputs else loss
+
+    def reduced(self, sums: Counter) -> dict[str, torch.Tensor]:
+        """Sums over all processes."""
+        return {name: self.accelerator.reduce(value.float(), "sum") for name, value in sorted(sums.items())}
+
+    def watch_stage1(self) -> None:
+        """Leave stage 1 where the base logits' leading hits have stopped growing; called after each step."""
+        step = self.state.global_step
+        if self.plateau is None or step >= self.curriculum.stage1_steps:
+            return
+        self.window += self.accelerator.reduce(self.step_window, "sum").cpu()
+        self.step_window = torch.zeros_like(self.step_window)
+        if step % self.args.stage_switch_window == 0:
+            leading, blocks = self.window.tolist()
+            self.window.zero_()
+            if self.plateau.reached(1 + leading / max(blocks, 1)):
+                self.end_stage1(step)
 
     def log(self, logs: dict, *args, **kwargs) -> None:
-        """Add lambda, losses and accuracy per draft to what the Trainer reports."""
-        if "loss" in logs and self.sums["batches"]:
-            batches = self.sums["batches"]
-            logs |= {name: round(self.sums[name] / batches, 4) for name in ("lambda", "base_loss", "final_loss")}
-            for i in range(self.objective.config.num_drafts):
-                count = max(self.sums["counts", i], 1)
-                logs[f"base_accuracy_{i + 1}"] = round(self.sums["base_hits", i] / count, 4)
-                logs[f"final_accuracy_{i + 1}"] = round(self.sums["final_hits", i] / count, 4)
-            self.sums = Counter()
+        """Add lambda, losses, leading hits and accuracy per draft to what the Trainer reports.
+
+        `*_anchor_mean` is the mean of leading hits + 1 over this step's anchors with the true tokens before each
+        draft; it is not tau (see `simulated_rounds`).
+        """
+        if "loss" in logs and self.sums:
+            sums, self.sums = self.reduced(self.sums), Counter()
+            logs["lambda"] = round(self.curriculum.lam(max(self.state.global_step - 1, 0)), 4)
+            for name in ("base", "final"):
+                logs[f"{name}_loss"] = round(float(sums[f"{name}_loss"] / sums["weight"].clamp(min=1e-9)), 4)
+                leading = sums[f"{name}_leading"] / sums["blocks"].clamp(min=1)
+                logs[f"{name}_anchor_mean"] = round(1 + float(leading), 4)
+                for i, share in enumerate((sums[f"{name}_hits"] / sums["counts"].clamp(min=1)).tolist()):
+                    logs[f"{name}_accuracy_{i + 1}"] = round(share, 4)
         self.curve.append({"step": self.state.global_step} | logs)
         super().log(logs, *args, **kwargs)
 
@@ -216,20 +374,77 @@ class DominoTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """As the library's; True goes on from the last checkpoint that is whole, or starts where there is none.
+
+        Raises:
+            ValueError: a checkpoint whose writing was cut off.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None and self.is_world_process_zero():
+                print(f"no whole checkpoint in '{self.args.output_dir}': starting from the first step")
+        elif resume_from_checkpoint and not os.path.exists(os.path.join(resume_from_checkpoint, COMPLETE)):
+            raise ValueError(
+                f"'{resume_from_checkpoint}' is not a whole checkpoint of this trainer; "
+                "use --resume_from_checkpoint True for the last whole one."
+            )
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Mark a checkpoint when all of it is written, and only then drop older ones."""
+        directory = os.path.join(
+            self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        )
+        if self.args.should_save:
+            shutil.rmtree(directory, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        super()._save_checkpoint(model, trial)
+        self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            with open(os.path.join(directory, COMPLETE), "w", encoding="utf-8"):
+                pass
+            rotate_checkpoints(
+                output_dir=os.path.dirname(directory),
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
+
+    def raw_state_dict(self, state_dict: dict | None = None) -> dict[str, torch.Tensor]:
+        """The drafter's weights, and an adapter's if it has one; what reads features made for raw ones."""
+        state = self.objective.state_dict() if state_dict is None else state_dict
+        state = {name.removeprefix("drafter."): tensor for name, tensor in state.items()}
+        if self.scale is not None:
+            scaled = next(n for n, p in self.objective.drafter.named_parameters() if p is self.scale.fc.weight)
+            state[scaled] = self.scale.raw(state[scaled])
+        return state
+
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         """A drafter directory that loads anywhere, beside the Trainer's own state."""
         output_dir = output_dir or self.args.output_dir
-        with self.raw_features():
-            if self.adapter is None:
-                self.objective.drafter.save_pretrained(output_dir)
-            else:
-                save_adapter(self.adapter, output_dir)
+        raw = self.raw_state_dict(state_dict)
+        if self.adapter is None:
+            self.objective.drafter.save_pretrained(output_dir, state_dict=raw)
+        else:
+            save_adapter(self.adapter, output_dir, raw)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
         self.write_curve(output_dir)
-        state = {"anchors": self.anchor_generator.get_state()}
+        state = {}
+        if self.curriculum is not None:
+            state["stage1_steps"] = torch.tensor(self.curriculum.stage1_steps)
+        if self.plateau is not None:
+            state["plateau"] = torch.tensor([self.plateau.best, self.plateau.stale], dtype=torch.float64)
+            state["window"] = self.window
         if self.scale is not None:
+            # Folding rounds: a resumed run goes on from the very weights that were trained.
             state["feature_scale"] = self.scale.scale.cpu()
+            state["scaled_fc"] = self.scale.fc.weight.detach().cpu()
         safetensors.torch.save_file(state, os.path.join(output_dir, TRAINER_EXTRAS))
 
     def write_curve(self, output_dir: str) -> None:
@@ -238,16 +453,30 @@ class DominoTrainer(Trainer):
             file.writelines(json.dumps(entry) + "\n" for entry in self.curve)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """Weights, feature scale, anchor stream and curve of a checkpoint."""
-        state = safetensors.torch.load_file(os.path.join(resume_from_checkpoint, TRAINER_EXTRAS))
-        self.anchor_generator.set_state(state["anchors"])
+        """Weights, feature scale and curve of a checkpoint."""
+        self._load_drafter(resume_from_checkpoint)
         with open(os.path.join(resume_from_checkpoint, CURVE), encoding="utf-8") as file:
             self.curve = [json.loads(line) for line in file]
-        self._load_drafter(resume_from_checkpoint)
         if self.scale is not None:
             # The optimizer's moments belong to the scale they were gathered under.
-            with self.scale.folded():
-                self.scale.scale = state["feature_scale"].to(self.scale.scale.device)
+            extras = self._extras(resume_from_checkpoint)
+            self.scale.scale = extras["feature_scale"].to(self.scale.scale.device)
+            self.scale.fc.weight.data.copy_(extras["scaled_fc"])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """With them the place in the curriculum, which the schedule reads."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        extras = self._extras(checkpoint)
+        self.curriculum.stage1_steps = int(extras["stage1_steps"])
+        if self.plateau is not None:
+            self.window = extras["window"]
+            self.plateau.best, self.plateau.stale = extras["plateau"][0].item(), int(extras["plateau"][1])
+
+    @staticmethod
+    def _extras(checkpoint: str) -> dict[str, torch.Tensor]:
+        return safetensors.torch.load_file(os.path.join(checkpoint, TRAINER_EXTRAS))
 
     def _load_best_model(self) -> None:
         self._load_drafter(self.state.best_model_checkpoint)
@@ -255,23 +484,26 @@ class DominoTrainer(Trainer):
     def _load_drafter(self, checkpoint: str) -> None:
         """Saved weights, which work on raw features, into the drafter in training."""
         if self.adapter is not None:
-            with self.raw_features():
-                load_adapter(self.adapter, checkpoint)
+            load_adapter(self.adapter, checkpoint)
+            if self.scale is not None:
+                self.scale.fc.weight.data.mul_(self.scale.scale)
             return
         saved = DominoForSpeculation.from_pretrained(checkpoint, dtype=self.objective.drafter.dtype)
-        with self.raw_features():
-            self.objective.drafter.load_state_dict(saved.state_dict())
-
-    def raw_features(self):
-        """For as long as the context lasts the drafter's weights work on raw features, as saved ones do."""
-        return nullcontext() if self.scale is None else self.scale.folded()
+        state = saved.to(self.objective.drafter.device).state_dict()
+        if self.scale is not None:
+            state["fc.weight"] = state["fc.weight"] * self.scale.scale
+        self.objective.drafter.load_state_dict(state)
 
 
-class _StageSwitch(TrainerCallback):
-    """Moves the trainer from stage to stage."""
+class _Stages(TrainerCallback):
+    """Keeps the head out of the optimizer's reach in stage 1, and looks out for the end of that stage."""
 
     def __init__(self, trainer: DominoTrainer):
         self.trainer = trainer
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.set_stage(state.global_step)
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step < self.trainer.curriculum.stage1_steps:
+            self.trainer.freeze_head()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.watch_stage1()

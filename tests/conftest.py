@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation, DraftOutput
+from domino_spec.data_domino import BlockCollator, first_anchors, sample_anchors
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 torch.set_num_threads(1)
@@ -108,6 +109,22 @@ def scripted(drafter, kind: str, target, **kwargs):
         return [token if i < keep else (token + 1) % 58 for i, token in enumerate(tokens)]
 
     return control(drafter, propose)
+
+
+def one_row(target, length: int = 40, prompt: int = 7):
+    """A row as decoding writes it, for training and for simulated rounds."""
+    ids = target.generate(prompt_ids(prompt), max_new_tokens=length - prompt, do_sample=False)
+    return {"input_ids": ids[0].tolist(), "supervised": [0] * prompt + [1] * (length - prompt)}
+
+
+def batch_of(*rows) -> dict[str, torch.Tensor]:
+    return BlockCollator(62)(list(rows))
+
+
+def drawn(batch, num_anchors: int = 8, generator=None) -> dict[str, torch.Tensor]:
+    """A batch with its anchors, as the trainer gives it to the objective."""
+    anchors, kept = sample_anchors(first_anchors(batch["supervised"]), num_anchors, generator)
+    return batch | {"anchors": anchors, "kept": kept}
 
 
 @pytest.fixture(params=FAMILIES)

@@ -356,7 +356,7 @@ def test_frozen_backbones_train_the_head_from_the_first_step(tmp_path):
     trainer.train()
     assert [entry["lambda"] for entry in trainer.curve if "lambda" in entry] == [0.0] * 4
     assert [len(group["params"]) for group in trainer.optimizer.param_groups] == [0, 8]
-    for changes in ({"stage1_ratio": 0.3}, {"lambda_decay_ratio": 0.5}):
+    for changes in ({"stage1_ratio": 0.3}, {"lambda_decay_ratio": 0.5}, {"stage_switch": "adaptive"}):
         with pytest.raises(ValueError, match=f"{next(iter(changes))} is .* but the backbone is frozen"):
             make_trainer(tmp_path, target, attach_adapter(make_drafter(target), options()), **changes)
 
@@ -374,15 +374,15 @@ def test_stage_one_holds_the_heads_adapter_back(scope, tmp_path):
 
     def watching(*args, **kwargs):
         parameters = dict(drafter.named_parameters())
-        free = {name for name, p in parameters.items() if p.requires_grad}
-        seen.append((free, {name for name in start if not torch.equal(parameters[name], start[name])}))
+        assert {name for name, p in parameters.items() if p.requires_grad} == trained
+        seen.append({name for name in start if not torch.equal(parameters[name], start[name])})
         return compute(*args, **kwargs)
 
     trainer.compute_loss = watching
     trainer.train()
-    for step, (free, moved) in enumerate(seen):
-        assert free == (trained if step >= 3 else trained - head), step
+    for step, moved in enumerate(seen):
         assert moved <= (trained if step > 3 else trained - head), step
+        assert step == 0 or moved
     assert {name for name, p in drafter.named_parameters() if not torch.equal(p, start[name])} == trained
 
 
@@ -430,16 +430,24 @@ def test_resumed_adapters_go_on_exactly(scope, changes, tmp_path):
         stages = {} if scope == "head" else {"stage1_ratio": 0.2}
         settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 5} | stages
         trainer = make_trainer(directory, target, model, rows, **settings)
+        anchors, samples = [], trainer.get_batch_samples
+
+        def watching(*args):
+            batches, weight = samples(*args)
+            anchors.extend(batch["anchors"].tolist() for batch in batches)
+            return batches, weight
+
+        trainer.get_batch_samples = watching
         trainer.train(resume_from_checkpoint=resume)
         lambdas = [entry["lambda"] for entry in trainer.curve if "lambda" in entry]
         trainer.save_model(str(directory / "end"))
         weights = adapter_domino.load_peft_weights(str(directory / "end"))
-        return weights, lambdas, trainer.anchor_generator.get_state()
+        return weights, lambdas, anchors
 
     whole, lambdas, anchors = run(tmp_path / "whole")
     again, lambdas_again, anchors_again = run(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-5"))
     assert lambdas == lambdas_again and len(lambdas) == 10
-    assert torch.equal(anchors, anchors_again)
+    assert len(anchors) == 10 and anchors[5:] == anchors_again
     assert whole.keys() == again.keys()
     for name, weight in whole.items():
         torch.testing.assert_close(again[name], weight, rtol=1e-5, atol=1e-6, msg=name)
