@@ -18,9 +18,9 @@ from domino_spec.adapter_domino import (
     save_adapter,
     trained_tensors,
 )
-from domino_spec.data_domino import BlockCollator
+from domino_spec.data_domino import BlockCollator, first_anchors, sample_anchors
 from domino_spec.modeling_domino import gru_weights
-from domino_spec.objective_domino import DominoObjective, FeatureScale, target_states
+from domino_spec.objective_domino import DominoObjective, FeatureScale, simulated_tau, target_states
 from domino_spec.speculation_domino import DominoGenerationConfig
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from peft import PeftModel
@@ -382,7 +382,7 @@ def test_stage_one_holds_the_heads_adapter_back(scope, tmp_path):
     trainer.train()
     for step, moved in enumerate(seen):
         assert moved <= (trained if step > 3 else trained - head), step
-        assert step == 0 or moved
+        assert step < 2 or moved  # the rate of step 0 is zero
     assert {name for name, p in drafter.named_parameters() if not torch.equal(p, start[name])} == trained
 
 
@@ -538,13 +538,20 @@ print("RESULT" + json.dumps({"merged": seen, "name": drafter.config.target_name_
 
 
 @pytest.mark.parametrize(("encoder", "scope"), [("gru", "head"), ("attention", "all"), ("gru", "head_full_backbone")])
-def test_adapters_work_elsewhere(encoder, scope, tmp_path, capsys):
+def test_adapters_work_elsewhere(encoder, scope, tmp_path, capsys, monkeypatch):
     """F20, F12: train by the script, move adapter and base, load by the README's line in a bare process, and merge."""
     target = make_target()
     save_tiny_target(tmp_path / "target", target)
     drafter = make_drafter(target, causal_encoder=encoder)
     drafter.bfloat16().save_pretrained(tmp_path / "base")
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir() if path.is_file()}
+    trained, save = [], train_peft.save_result
+
+    def keep(trainer, *args):
+        save(trainer, *args)
+        trained.append(trainer.adapter.eval())
+
+    monkeypatch.setattr(train_peft, "save_result", keep)
     run_script(tmp_path, answer_rows(target, range(6)), "--lora_scope", scope, "--lora_r", "4")
     log = capsys.readouterr().out
     assert "by LoRA: " in log and f"adapter saved to {tmp_path / 'adapter'}" in log
@@ -554,8 +561,7 @@ def test_adapters_work_elsewhere(encoder, scope, tmp_path, capsys):
     assert not {"model.safetensors", "config.json", "README.md"} & written
     assert str(tmp_path) not in (tmp_path / "adapter" / "adapter_config.json").read_text()
 
-    base = DominoForSpeculation.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    here = drafts(target, PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    here = drafts(target, trained[0])
     (tmp_path / "base").rename(tmp_path / "moved")
     (tmp_path / "adapter").rename(tmp_path / "moved adapter")
     places = {"target": tmp_path / "target", "merged": tmp_path / "merged"}
@@ -611,3 +617,68 @@ def test_pushes_go_where_the_trainer_says(tmp_path, monkeypatch):
     run_script(tmp_path, rows, "--push_to_hub", "True", "--hub_strategy", "end", "--hub_token", "secret")
     assert [upload["repo_id"] for upload in uploads] == ["me/a"]
     assert uploads[0]["folder_path"] == str(tmp_path / "adapter") and uploads[0]["token"] == "secret"
+
+
+# A target that drifts ----------------------------------------------------------------------------------------------
+
+
+def chains(successor: torch.Tensor, seed: int, count: int = 32, length: int = 16) -> torch.Tensor:
+    """Texts in which every word follows from the one before, `[count, length]`."""
+    words = [torch.randint(0, 58, (count,), generator=torch.Generator().manual_seed(seed))]
+    while len(words) < length:
+        words.append(successor[words[-1]])
+    return torch.stack(words, dim=1)
+
+
+def teach(target, successor: torch.Tensor, steps: int) -> None:
+    """Let a tiny target learn a language of chains."""
+    optimizer = torch.optim.AdamW(target.parameters(), lr=3e-3)
+    for step in range(steps):
+        ids = chains(successor, seed=step)
+        optimizer.zero_grad()
+        target(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    target.requires_grad_(False)
+
+
+def held_out_tau(target, drafter) -> float:
+    """tau on answers to prompts that no training has seen."""
+    with torch.no_grad():
+        return simulated_tau(DominoObjective(drafter.eval(), target), chain_answers(target, 900, 6))["tau_final"]
+
+
+def chain_answers(target, seed: int, count: int) -> list[dict]:
+    """The target's own answers of 20 words to prompts of 4."""
+    prompts = torch.randint(0, 58, (count, 4), generator=torch.Generator().manual_seed(seed))
+    ids = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False)
+    return [{"input_ids": row, "supervised": [0] * 4 + [1] * 20} for row in ids.tolist()]
+
+
+def test_adapter_recovers_a_drifted_target(tmp_path):
+    """A tuned target costs its drafter tau; LoRA on the head alone wins most of it back."""
+    torch.manual_seed(0)
+    target = make_target(initializer_range=0.1)
+    known = torch.randperm(58)
+    tuned = known.clone()
+    tuned[:20] = known[:20].roll(1)
+    teach(target, known, 150)
+    drafter = make_drafter(target, pure_draft_prefix_len=0, head_hidden_size=32, head_rank=32, initializer_range=0.1)
+    objective = DominoObjective(drafter, target)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    batch = BlockCollator(62)(chain_answers(target, 0, 48))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(80):
+        anchors, kept = sample_anchors(first_anchors(batch["supervised"]), 4, generator)
+        optimizer.zero_grad()
+        objective(**batch, anchors=anchors, kept=kept, lam=0.2)["loss"].backward()
+        optimizer.step()
+    before = held_out_tau(target, drafter)
+    target.requires_grad_(True)
+    teach(target, tuned, 60)
+    drifted = held_out_tau(target, drafter)
+    model = attach_adapter(drafter, options(lora_r=16))
+    settings = {"max_steps": 80, "per_device_train_batch_size": 16, "learning_rate": 1e-2, "logging_steps": 20}
+    make_trainer(tmp_path, target, model, chain_answers(target, 1, 48), **settings).train()
+    after = held_out_tau(target, drafter)
+    assert drifted < 0.8 * before
+    assert after - drifted > 0.5 * (before - drifted)

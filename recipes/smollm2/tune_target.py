@@ -50,10 +50,10 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, help="what make_prompts.py wrote")
     parser.add_argument("--answers", default="recipes/smollm2/answers.jsonl.xz", help="the target's answers to some")
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--tune_rows", type=int, default=64)
-    parser.add_argument("--max_answer_tokens", type=int, default=64)
-    parser.add_argument("--adapt_rows", type=int, default=128)
-    parser.add_argument("--test_rows", type=int, default=24)
+    parser.add_argument("--tune_rows", type=int, default=48)
+    parser.add_argument("--max_answer_tokens", type=int, default=32, help="of an answer to learn")
+    parser.add_argument("--adapt_rows", type=int, default=96)
+    parser.add_argument("--test_rows", type=int, default=16)
     arguments = parser.parse_args()
 
     output = Path(arguments.output_dir)
@@ -68,16 +68,17 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(arguments.target_model_name_or_path, dtype="float32")
     args = SFTConfig(
         output_dir=str(output / "tuning"),
-        num_train_epochs=2,
+        num_train_epochs=1,
         per_device_train_batch_size=2,
-        learning_rate=1e-3,
+        learning_rate=2e-3,
+        warmup_steps=3,
         max_length=256,
         bf16=False,
         use_cpu=True,
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
-        logging_steps=8,
+        logging_steps=4,
         seed=0,
     )
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
