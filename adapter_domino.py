@@ -179,7 +179,8 @@ def attach_adapter(drafter: DominoForSpeculation, options: DrafterModelConfig) -
     Raises:
         ValueError: see `lora_config`; a head that never learned anything.
     """
-    if not drafter.embed_proj[2].weight.any():
+    up = drafter.embed_proj[2].weight
+    if not up.is_meta and not up.any():
         raise ValueError(
             "the drafter's correction head is untrained (all zero), LoRA would fit it to noise; train it without "
             "--use_peft first."
@@ -249,8 +250,8 @@ def feature_layer(drafter: DominoForSpeculation) -> nn.Linear | None:
     return fc if fc.weight.requires_grad else None
 
 
-def settle_head_schedule(args) -> None:
-    """The curriculum where the backbone is frozen: none, lambda is 0 from the first step.
+def settle_schedule(drafter: DominoForSpeculation, args) -> None:
+    """Where the backbone is frozen there is no curriculum: lambda is 0 from the first step.
 
     The base logits cannot move then, so their loss teaches nothing, and a stage without the head would train nothing.
 
@@ -259,6 +260,9 @@ def settle_head_schedule(args) -> None:
     Raises:
         ValueError: a curriculum was asked for.
     """
+    head = {id(p) for module in drafter.head_modules() for p in module.parameters()}
+    if any(p.requires_grad and id(p) not in head for p in drafter.parameters()):
+        return
     default = type(args).__dataclass_fields__["lambda_decay_ratio"].default
     allowed = {"stage1_ratio": (0,), "stage_switch": ("fixed",), "lambda_decay_ratio": (0, default)}
     for name, values in allowed.items():

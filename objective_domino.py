@@ -89,6 +89,7 @@ class DominoObjective(nn.Module):
         logits_chunk_size (int): most draft tokens whose logits exist at one time.
         block_attention (str): "dense" for a boolean mask, "flex" for FlexAttention's block mask, which skips what is
             hidden; "auto" takes flex on CUDA.
+        store (`cache_domino.StatesStore`, optional): states computed before; their rows need no target forward.
 
     Source: Domino (arXiv 2605.29707), section 3.4; estimated softmax: Bengio and Senecal 2008, adaptive importance
         sampling.
@@ -104,15 +105,16 @@ class DominoObjective(nn.Module):
         num_negatives: int = 1024,
         logits_chunk_size: int = 1024,
         block_attention: str = "auto",
+        store=None,
     ):
         super().__init__()
         if block_attention not in BLOCK_ATTENTION:
             raise ValueError(f"block_attention is '{block_attention}'; expected one of {', '.join(BLOCK_ATTENTION)}.")
-        self.kept_states: dict[tuple[int, ...], TargetStates] = {}
         self.drafter = drafter
         self._target = [target]
         self.loss = loss or DraftLoss()
         self.frequent_ids, self.num_negatives = frequent_ids, num_negatives
+        self.store = store
         self.config = drafter.config
         self.logits_chunk_size = logits_chunk_size
         on_cuda = drafter.device.type == "cuda"
@@ -132,27 +134,12 @@ class DominoObjective(nn.Module):
         """The same by the name it has in newer versions of transformers."""
         self.drafter.activation_checkpointing_enable(**options)
 
-    def remember(self, rows, progress=None) -> None:
-        """Compute and keep the target's states of these rows, one at a time, for all epochs to come."""
-        self.kept_states = {}
-        for row in rows if progress is None else progress(rows):
-            ids = torch.tensor([row["input_ids"]], device=self.drafter.device)
-            states = target_states(self.target, self.config.target_layer_ids, ids, torch.ones_like(ids))
-            self.kept_states[tuple(row["input_ids"])] = TargetStates(
-                states.tapped[0].bfloat16().cpu(), states.final[0].bfloat16().cpu()
-            )
-
-    def states_of(self, input_ids, attention_mask) -> TargetStates:
-        """The target's states of a batch: remembered where all its rows are, computed otherwise."""
-        rows = [tuple(ids[: int(mask.sum())]) for ids, mask in zip(input_ids.tolist(), attention_mask, strict=True)]
-        if any(row not in self.kept_states for row in rows):
-            return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
-        kept = [self.kept_states[row] for row in rows]
-        pad, device = nn.utils.rnn.pad_sequence, input_ids.device
-        return TargetStates(
-            pad([states.tapped for states in kept], batch_first=True).to(device),
-            pad([states.final for states in kept], batch_first=True).to(device),
-        )
+    def states_of(self, input_ids, attention_mask, supervised) -> TargetStates:
+        """The target's states of a batch: from the store where it knows all rows, computed otherwise."""
+        stored = self.store.batch(input_ids, attention_mask, supervised) if self.store is not None else None
+        if stored is not None:
+            return stored
+        return target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
 
     def draft_states(self, input_ids, attention_mask, anchors, tapped):
         """Backbone states `[batch, M, n, H]` of the blocks at `anchors [batch, M]`."""
@@ -244,7 +231,7 @@ class DominoObjective(nn.Module):
             per draft; `base_leading`, `final_leading`: leading hits summed over blocks, and `blocks`.
         """
         kept = torch.ones_like(anchors, dtype=torch.bool) if kept is None else kept
-        states = self.states_of(input_ids, attention_mask)
+        states = self.states_of(input_ids, attention_mask, supervised)
         places, valid = self.labels(input_ids, supervised, anchors, kept)
         z = self.draft_states(input_ids, attention_mask, anchors, states.tapped)
         head = [p for module in self.drafter.head_modules() for p in module.parameters()]
@@ -277,7 +264,7 @@ class DominoObjective(nn.Module):
         input_ids = torch.tensor([row["input_ids"]], device=device)
         supervised = torch.tensor([row["supervised"]], device=device)
         attention_mask = torch.ones_like(input_ids)
-        states = target_states(self.target, self.config.target_layer_ids, input_ids, attention_mask)
+        states = self.states_of(input_ids, attention_mask, supervised)
         every = first_anchors(supervised)[0].nonzero()[:, 0]
         lengths = {"base": [], "final": []}
         for part in every.split(chunk):
@@ -374,22 +361,22 @@ def _spread(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(valid.shape).masked_scatter(valid, values)
 
 
-def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> tuple[int, int]:
+def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> list[int]:
     """Walk one answer as decoding would: each round keeps the accepted drafts and one bonus token.
 
     Args:
         accepted (int `[A]`): leading accepted drafts of a block at each anchor.
         anchors: their positions; end: position of the answer's last token.
     Returns:
-        kept tokens and rounds; their quotient over many answers is tau. (The mean of `accepted + 1` over all anchors
+        tokens kept in each round; their mean over many answers is tau. (The mean of `accepted + 1` over all anchors
         is not: it visits easy stretches as often as hard ones, while decoding jumps over them.)
     """
     at = dict(zip(anchors, accepted.tolist(), strict=True))
-    place, rounds, kept = anchors[0], 0, 0
+    place, kept = anchors[0], []
     while place < end:
-        step = min(at.get(place, 0) + 1, end - place)
-        place, kept, rounds = place + step, kept + step, rounds + 1
-    return kept, rounds
+        kept.append(min(at.get(place, 0) + 1, end - place))
+        place += kept[-1]
+    return kept
 
 
 def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
@@ -405,9 +392,16 @@ def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
 
 
 def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
-    """tau of base and final logits over held-out rows, and the per-anchor means beside them."""
-    kept, rounds = {"base": 0, "final": 0}, {"base": 0, "final": 0}
-    means: dict[str, list[float]] = {"base": [], "final": []}
+    """tau of base and final logits over held-out rows from simulated rounds, and what explains it.
+
+    Returns:
+        `tau_base`, `tau_final`; `acceptance_base_1..n`, `acceptance_final_1..n`: share of the rounds in which draft i
+        was kept (the token that ends an answer counts as its round's own); `head_share`: the head's part of the gain
+        over plain decoding, `(tau_final - tau_base) / (tau_final - 1)`, 0 without a gain; `anchor_mean_base`,
+        `anchor_mean_final`: mean of leading hits + 1 over all anchors, which is not tau.
+    """
+    kept: dict[str, list[int]] = {"base": [], "final": []}
+    means: dict[str, list[int]] = {"base": [], "final": []}
     for row in rows:
         lengths, anchors = objective.accepted_lengths(row)
         for name, accepted in lengths.items():
@@ -416,18 +410,23 @@ def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
                 inside = [i for i, anchor in enumerate(anchors) if first <= anchor < end]
                 if inside:
                     part = slice(inside[0], inside[-1] + 1)
-                    tokens, steps = simulated_rounds(accepted[part], anchors[part], end)
-                    kept[name] += tokens
-                    rounds[name] += steps
-    result = {f"tau_{name}": kept[name] / max(rounds[name], 1) for name in kept}
-    return result | {f"anchor_mean_{name}": sum(x) / max(len(x), 1) for name, x in means.items()}
+                    kept[name] += simulated_rounds(accepted[part], anchors[part], end)
+    result = {f"tau_{name}": _mean(rounds) for name, rounds in kept.items()}
+    gain = result["tau_final"] - 1
+    result["head_share"] = (result["tau_final"] - result["tau_base"]) / gain if gain > 0 else 0.0
+    for name, rounds in kept.items():
+        for i in range(1, objective.config.num_drafts + 1):
+            result[f"acceptance_{name}_{i}"] = _mean([tokens > i for tokens in rounds])
+    return result | {f"anchor_mean_{name}": _mean(lengths) for name, lengths in means.items()}
 
 
-@torch.no_grad()
-def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
-    """Start the draft layers from target layers of the same shape, which know what the tapped states mean.
+def _mean(values: list) -> float:
+    """Mean, 0 of nothing."""
+    return sum(values) / max(len(values), 1)
 
-    A target without QK-norm gets norm weights of the size its own queries and keys have.
+
+def check_source_layers(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
+    """Raise one sentence when draft layers cannot start from these target layers; shapes alone, no weights.
 
     Raises:
         ValueError: not one id per draft layer, or layers of another shape.
@@ -441,14 +440,29 @@ def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: lis
     for ours, i in zip(drafter.layers, layer_ids, strict=True):
         theirs = layers[i].state_dict()
         for name, parameter in ours.named_parameters():
-            if name not in theirs:
-                continue
-            if theirs[name].shape != parameter.shape:
+            if name in theirs and theirs[name].shape != parameter.shape:
                 raise ValueError(
                     f"target layer {i} has a {name} of {tuple(theirs[name].shape)}, the draft layer "
                     f"{tuple(parameter.shape)}; draft layers of other sizes start from noise: drop the option."
                 )
-            parameter.copy_(theirs[name])
+
+
+@torch.no_grad()
+def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
+    """Start the draft layers from target layers of the same shape, which know what the tapped states mean.
+
+    A target without QK-norm gets norm weights of the size its own queries and keys have.
+
+    Raises:
+        ValueError: not one id per draft layer, or layers of another shape.
+    """
+    check_source_layers(drafter, target, layer_ids)
+    layers = decoder_layers(target)
+    for ours, i in zip(drafter.layers, layer_ids, strict=True):
+        theirs = layers[i].state_dict()
+        for name, parameter in ours.named_parameters():
+            if name in theirs:
+                parameter.copy_(theirs[name])
         for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
             if f"self_attn.{norm}.weight" not in theirs:
                 # Inputs of a projection are normed: unit mean square, so rows' norms give the outputs' size.

@@ -9,18 +9,20 @@
     # adapt an existing drafter to a target that has drifted from it, by LoRA on its head:
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/adapter --model_name_or_path DRAFTER --use_peft
+    # check a run and print its sizes without loading anything: --dry_run
+    python train_peft.py --config recipes/qwen3-8b.yaml --dry_run --dry_run_processes 8
 
 Arguments carry TRL's names wherever TRL has one; a YAML file with the same names is taken by --config.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field
 
 import huggingface_hub
 import torch
+from datasets import concatenate_datasets
 from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.adapter_domino import (
     DrafterModelConfig,
@@ -30,11 +32,12 @@ from domino_spec.adapter_domino import (
     feature_layer,
     save_adapter,
 )
+from domino_spec.cache_domino import prepare_states
 from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
+from domino_spec.dry_run_domino import dry_run, show
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
-from domino_spec.report_domino import plot_curve
+from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
-from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import ScriptArguments, TrlParser
 
@@ -128,8 +131,10 @@ def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokeniz
         split=script.dataset_train_split,
         prompts_file=script.prompts_file,
     )
-    dataset, dropped = prepare_dataset(rows, tokenizer, args.max_length)
-    if dropped:
+    # One process tokenises, the others then find its result.
+    with args.main_process_first(desc="tokenising"):
+        dataset, dropped = prepare_dataset(rows, tokenizer, args.max_length)
+    if dropped and args.should_log:
         print(f"dropped {dropped} of {len(dataset) + dropped} rows: no supervised token left to draft.")
     if len(dataset) <= script.eval_rows:
         raise ValueError(
@@ -142,9 +147,20 @@ def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokeniz
     return parts["train"], parts["test"]
 
 
-def build_objective(args: DominoTrainingConfig, drafter, target, train) -> DominoObjective:
-    """The loss, with the target's states in memory where that is asked for."""
-    objective = DominoObjective(
+def build_objective(args: DominoTrainingConfig, drafter, target, train, held_out=None) -> DominoObjective:
+    """The loss, with the target's states computed before training where that is asked for."""
+    store = None
+    if args.keep_states or args.states_cache_dir:
+        store = prepare_states(
+            target,
+            drafter.config.target_layer_ids,
+            train if held_out is None else concatenate_datasets([train, held_out]),
+            directory=args.states_cache_dir,
+            dtype=args.states_dtype,
+            rank=args.process_index,
+            world=args.world_size,
+        )
+    return DominoObjective(
         drafter,
         target,
         loss=args.draft_loss(),
@@ -152,13 +168,8 @@ def build_objective(args: DominoTrainingConfig, drafter, target, train) -> Domin
         num_negatives=max(256, args.vocab_sample_size // 4),
         logits_chunk_size=args.logits_chunk_size,
         block_attention=args.block_attention,
+        store=store,
     )
-    if args.keep_states:
-        width = target.config.get_text_config().hidden_size * (len(drafter.config.target_layer_ids) + 1)
-        tokens = sum(map(len, train["input_ids"]))
-        print(f"keeping the target's states of {tokens} tokens: {tokens * width * 2 / 2**30:.1f} GiB")
-        objective.remember(train, lambda rows: tqdm(rows, desc="target states"))
-    return objective
 
 
 def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) -> FeatureScale | None:
@@ -175,18 +186,36 @@ def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) 
     return scale
 
 
-def save_result(trainer: DominoTrainer, drafter: DominoForSpeculation, tokenizer) -> None:
+def run_facts(script, args, model, arguments: list[str] | None, train, held_out) -> RunFacts:
+    """What the model card tells beyond what the trainer logs."""
+    return RunFacts(
+        target=script.target_model_name_or_path,
+        dataset=script.dataset_name,
+        drafter=model.model_name_or_path,
+        rows=len(train),
+        tokens=sum(map(len, train["input_ids"])),
+        supervised=sum(map(sum, train["supervised"])),
+        held_out=len(held_out or ()),
+        settings=answers_settings(script.dataset_name),
+        adapter=model.use_peft,
+        command=command_line(sys.argv[1:] if arguments is None else arguments, args.world_size),
+        changed=changed_options(script) | changed_options(args) | changed_options(model),
+    )
+
+
+def save_result(trainer: DominoTrainer, tokenizer) -> None:
     """The drafter in bf16 or its adapter, what there is to look at, and all of it on the Hub if asked for."""
     directory = trainer.args.output_dir
-    if trainer.scale is not None:
-        trainer.scale.fold()
     if trainer.adapter is None:
+        drafter = DominoForSpeculation(trainer.objective.config)
+        drafter.load_state_dict(trainer.raw_state_dict())
         drafter.to(torch.bfloat16).save_pretrained(directory)
     else:
-        save_adapter(trainer.adapter, directory)
+        save_adapter(trainer.adapter, directory, trainer.raw_state_dict())
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
-    plot_curve(trainer.curve, os.path.join(directory, "training_curve.png"))
+    write_plots(directory, trainer.curve, trainer.curriculum.stage1_steps)
+    trainer.create_model_card()
     print(f"{'drafter' if trainer.adapter is None else 'adapter'} saved to {directory}")
     if trainer.args.push_to_hub:
         push_result(trainer)
@@ -205,7 +234,7 @@ def push_result(trainer: DominoTrainer) -> None:
     )
 
 
-def train(arguments: list[str] | None = None) -> None:
+def train(arguments: list[str] | None = None) -> DominoTrainer:
     """The run itself; bad input raises before anything is written."""
     parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, DrafterModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
@@ -214,19 +243,24 @@ def train(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--{name} is missing.")
     check_options(model)
     config = drafter_config(script, model)
+    if args.dry_run:
+        if args.process_index == 0:
+            show(dry_run(script, args, model, config))
+        return
     torch.manual_seed(args.seed)
     target, tokenizer = load_target(script, args, model)
     drafter, adapter = build_drafter(script, model, config, target)
     train, held_out = load_data(script, args, tokenizer)
-    supervised = sum(sum(row) for row in train["supervised"])
-    size = sum(p.numel() for p in drafter.parameters())
-    print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
-    if adapter is not None:
-        print(describe_training(drafter))
+    if args.should_log:
+        supervised = sum(sum(row) for row in train["supervised"])
+        size = sum(p.numel() for p in drafter.parameters())
+        print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
+        if adapter is not None:
+            print(describe_training(drafter))
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     scale = measure_scale(args, drafter, target, train, collator)
     trainer = DominoTrainer(
-        build_objective(args, drafter, target, train),
+        build_objective(args, drafter, target, train, held_out),
         args,
         scale,
         adapter,
@@ -235,11 +269,15 @@ def train(arguments: list[str] | None = None) -> None:
         data_collator=collator,
         processing_class=tokenizer,
     )
+    trainer.facts = run_facts(script, args, model, arguments, train, held_out)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if held_out is not None:
-        print(trainer.evaluate())
+        metrics = trainer.evaluate()
+        if args.should_log:
+            print(metrics)
     if trainer.is_world_process_zero():
-        save_result(trainer, drafter, tokenizer)
+        save_result(trainer, tokenizer)
+    return trainer
 
 
 if __name__ == "__main__":

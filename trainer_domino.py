@@ -21,11 +21,12 @@ from peft import PeftModel
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from .adapter_domino import load_adapter, save_adapter, settle_head_schedule
+from .adapter_domino import load_adapter, save_adapter, settle_schedule
 from .data_domino import first_anchors, sample_anchors
 from .losses_domino import POSITION_WEIGHTS, DraftLoss
 from .modeling_domino import DominoForSpeculation
 from .objective_domino import BLOCK_ATTENTION, DominoObjective, FeatureScale, simulated_tau
+from .report_domino import RunFacts, hardware, write_card
 
 CURVE = "training_curve.jsonl"
 TRAINER_EXTRAS = "domino_trainer.safetensors"
@@ -72,7 +73,8 @@ class DominoTrainingConfig(TrainingArguments):
         default=50, metadata={"help": "Optimizer steps over which an adaptive switch averages."}
     )
     stage_switch_patience: int = field(
-        default=3, metadata={"help": "Windows without 1% growth after which an adaptive switch leaves stage 1."}
+        default=3,
+        metadata={"help": "Windows without one percent of growth after which an adaptive switch leaves stage 1."},
     )
     ce_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy with the target's token."})
     kl_weight: float = field(default=0.0, metadata={"help": "Weight of KL(target || draft)."})
@@ -106,14 +108,33 @@ class DominoTrainingConfig(TrainingArguments):
         },
     )
     keep_states: bool = field(
-        default=False, metadata={"help": "Compute the target's states once and keep them in memory (bf16)."}
+        default=False, metadata={"help": "Compute the target's states once, before training, and keep them in memory."}
+    )
+    states_cache_dir: str | None = field(
+        default=None,
+        metadata={"help": "Keep them in this directory instead, for later runs too; what it lacks is added."},
+    )
+    states_dtype: str = field(
+        default="auto",
+        metadata={"help": "auto keeps the target's dtype: the loss is the same; bfloat16 halves a float32 target's."},
     )
     scale_features: bool = field(default=True, metadata={"help": "Train on tapped states scaled to unit size."})
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Check everything, print sizes, memory, steps and schedule from the target's config, and stop."
+        },
+    )
+    dry_run_processes: int | None = field(
+        default=None, metadata={"help": "Processes that --dry_run counts for (default: those of this launch)."}
+    )
     early_stopping_patience: int | None = field(
         default=None, metadata={"help": "Stop after so many evaluations without a better held-out tau."}
     )
 
     def __post_init__(self):
+        # A plan for eight GPUs is made on a laptop: nothing that only a GPU has may be asked for.
+        self.use_cpu = self.use_cpu or self.dry_run
         if (
             self.early_stopping_patience is not None or self.load_best_model_at_end
         ) and not self.metric_for_best_model:
@@ -247,14 +268,14 @@ class DominoTrainer(Trainer):
         trained = [p for p in objective.drafter.parameters() if p.requires_grad]
         self.head = [p for p in trained if id(p) in inside]
         self.backbone = [p for p in trained if id(p) not in inside]
-        if not self.backbone:
-            settle_head_schedule(args)
+        settle_schedule(objective.drafter, args)
         self.curriculum: Curriculum | None = None
         self.plateau = Plateau(args.stage_switch_patience) if args.stage_switch == "adaptive" else None
         self.sums: Counter = Counter()
         self.window = torch.zeros(2, dtype=torch.float64)  # leading hits of the base logits, blocks
         self.step_window = torch.zeros(2, device=args.device)
         self.curve: list[dict] = []
+        self.facts: RunFacts | None = None
         self.add_callback(_Stages(self))
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
@@ -451,6 +472,20 @@ class DominoTrainer(Trainer):
         """Everything that was logged, a line each."""
         with open(os.path.join(output_dir, CURVE), "w", encoding="utf-8") as file:
             file.writelines(json.dumps(entry) + "\n" for entry in self.curve)
+
+    def create_model_card(self, model_name: str | None = None, **metadata) -> None:
+        """Write the drafter's card into the output directory; the library calls this before it pushes.
+
+        Args:
+            model_name (str, optional): of the repository (default: the output directory's name).
+            **metadata: `license`, `language` and `tags` of the card's header; what else the library says is ignored.
+        """
+        if self.facts is None or not self.is_world_process_zero():
+            return
+        args = self.args
+        name = args.hub_model_id or model_name or os.path.basename(os.path.normpath(args.output_dir))
+        header = {key: metadata[key] for key in ("license", "language", "tags") if key in metadata}
+        write_card(args.output_dir, self.facts, self.curve, hardware(args.device, args.world_size), name, **header)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         """Weights, feature scale and curve of a checkpoint."""

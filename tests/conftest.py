@@ -8,7 +8,8 @@ import pytest
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation, DraftOutput
 from domino_spec.data_domino import BlockCollator, first_anchors, sample_anchors
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
 
@@ -125,6 +126,27 @@ def drawn(batch, num_anchors: int = 8, generator=None) -> dict[str, torch.Tensor
     """A batch with its anchors, as the trainer gives it to the objective."""
     anchors, kept = sample_anchors(first_anchors(batch["supervised"]), num_anchors, generator)
     return batch | {"anchors": anchors, "kept": kept}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A word a token, w0 to w63, with a chat template without generation tags."""
+    words = {f"w{i}": i for i in range(VOCAB)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="w62", eos_token="w63", bos_token="w61")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'w50 ' if m['role'] == 'user' else 'w52 ' }}{{ m['content'] }} w63 {% endfor %}"
+        "{% if add_generation_prompt %}w52 {% endif %}"
+    )
+    return tokenizer
+
+
+def save_target(directory, family: str = "llama", **overrides):
+    """A tiny target and its tokenizer as a directory, for command lines; returns the target."""
+    target = make_target(family, **overrides)
+    target.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return target
 
 
 @pytest.fixture(params=FAMILIES)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, prompt_ids
+from conftest import VOCAB, make_drafter, make_target, prompt_ids, save_target
 from domino_spec import DominoForSpeculation, adapter_domino, train_peft
 from domino_spec.adapter_domino import (
     DrafterModelConfig,
@@ -25,8 +25,6 @@ from domino_spec.speculation_domino import DominoGenerationConfig
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from peft import PeftModel
 from test_remote_code import run_elsewhere
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 SCOPES = ("head", "all", "head_full_backbone")
 
@@ -469,13 +467,6 @@ def test_resume_from_another_adapter(tmp_path):
 # The whole way ------------------------------------------------------------------------------------------------------
 
 
-def save_tiny_target(directory, target) -> None:
-    """A target directory with a tokenizer whose words are the ids' numbers."""
-    target.save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="63", pad_token="62").save_pretrained(directory)
-
-
 def answer_rows(target, seeds, length: int = 40) -> list[dict]:
     """Rows as a target answers random prompts, and at which place its answer begins."""
     rows = []
@@ -485,14 +476,15 @@ def answer_rows(target, seeds, length: int = 40) -> list[dict]:
     return rows
 
 
-def run_script(directory, rows, *arguments: str) -> None:
-    """Train on rows from the command line's own entry, in this process."""
+def run_script(directory, rows, *arguments: str) -> DominoTrainer:
+    """Train on rows as the command line does, in this process."""
     data = directory / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     call = ["--target_model_name_or_path", str(directory / "target"), "--dataset_name", str(data)]
     call += ["--model_name_or_path", str(directory / "base"), "--output_dir", str(directory / "adapter")]
     call += ["--use_peft", "--use_cpu", "--max_steps", "4", "--eval_rows", "2", "--num_anchors", "8"]
-    train_peft.main([*call, "--save_strategy", "no", "--learning_rate", "3e-2", "--disable_tqdm", "True", *arguments])
+    call += ["--save_strategy", "no", "--learning_rate", "3e-2", "--disable_tqdm", "True"]
+    return train_peft.train([*call, *arguments])
 
 
 ELSEWHERE = """
@@ -538,30 +530,24 @@ print("RESULT" + json.dumps({"merged": seen, "name": drafter.config.target_name_
 
 
 @pytest.mark.parametrize(("encoder", "scope"), [("gru", "head"), ("attention", "all"), ("gru", "head_full_backbone")])
-def test_adapters_work_elsewhere(encoder, scope, tmp_path, capsys, monkeypatch):
+def test_adapters_work_elsewhere(encoder, scope, tmp_path, capsys):
     """F20, F12: train by the script, move adapter and base, load by the README's line in a bare process, and merge."""
-    target = make_target()
-    save_tiny_target(tmp_path / "target", target)
+    target = save_target(tmp_path / "target")
     drafter = make_drafter(target, causal_encoder=encoder)
     drafter.bfloat16().save_pretrained(tmp_path / "base")
     before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir() if path.is_file()}
-    trained, save = [], train_peft.save_result
-
-    def keep(trainer, *args):
-        save(trainer, *args)
-        trained.append(trainer.adapter.eval())
-
-    monkeypatch.setattr(train_peft, "save_result", keep)
-    run_script(tmp_path, answer_rows(target, range(6)), "--lora_scope", scope, "--lora_r", "4")
+    trained = run_script(tmp_path, answer_rows(target, range(6)), "--lora_scope", scope, "--lora_r", "4")
     log = capsys.readouterr().out
     assert "by LoRA: " in log and f"adapter saved to {tmp_path / 'adapter'}" in log
     assert {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir() if path.is_file()} == before
     written = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= written
-    assert not {"model.safetensors", "config.json", "README.md"} & written
+    assert not {"model.safetensors", "config.json"} & written
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "drafter = PeftModel.from_pretrained(base, " in card and "More Information Needed" not in card
     assert str(tmp_path) not in (tmp_path / "adapter" / "adapter_config.json").read_text()
 
-    here = drafts(target, trained[0])
+    here = drafts(target, trained.adapter.eval())
     (tmp_path / "base").rename(tmp_path / "moved")
     (tmp_path / "adapter").rename(tmp_path / "moved adapter")
     places = {"target": tmp_path / "target", "merged": tmp_path / "merged"}
@@ -595,18 +581,16 @@ def test_merging_from_the_command_line(tmp_path, capsys):
 
 
 def test_script_refuses_adapters_as_drafters(tmp_path):
-    target = make_target()
-    save_tiny_target(tmp_path / "target", target)
+    target = save_target(tmp_path / "target")
     save_adapter(attach_adapter(make_drafter(target), options()), tmp_path / "base")
-    with pytest.raises(SystemExit, match="is an adapter, not a drafter; merge it with its drafter by"):
+    with pytest.raises(ValueError, match="is an adapter, not a drafter; merge it with its drafter by"):
         run_script(tmp_path, make_rows(4))
     assert not (tmp_path / "adapter").exists()
 
 
 def test_pushes_go_where_the_trainer_says(tmp_path, monkeypatch):
     """The Trainer makes the repository at its start; at the end what was saved is uploaded as it lies there."""
-    target = make_target()
-    save_tiny_target(tmp_path / "target", target)
+    target = save_target(tmp_path / "target")
     make_drafter(target).save_pretrained(tmp_path / "base")
     uploads = []
     monkeypatch.setattr(

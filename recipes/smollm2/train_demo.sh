@@ -13,5 +13,5 @@ accelerate launch --cpu train_peft.py --target_model_name_or_path "$TARGET" --dt
     --dataset_name "$OUT/answers.jsonl" --output_dir "$OUT/drafter" --eval_rows 4 --max_steps 30 --save_strategy no \
     --num_hidden_layers 3 --block_size 8 --mask_token_id 3 --head_hidden_size 256 --head_rank 128 \
     --init_layers_from_target 27 28 29 --per_device_train_batch_size 2 --num_anchors 16 --max_length 512 \
-    --stage1_ratio 0.25 --lambda_decay_ratio 0.6 --vocab_sample_size 4096 --distill_weight 0.5 --learning_rate 1e-3
+    --stage1_ratio 0.25 --lambda_decay_ratio 0.6 --vocab_sample_size 4096 --ce_weight 0.5 --kl_weight 0.5 --learning_rate 1e-3
 python demo.py --draft_model_name_or_path "$OUT/drafter" --max_new_tokens 32
