@@ -588,6 +588,19 @@ def test_script_refuses_adapters_as_drafters(tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+def test_dry_run_counts_what_the_adapter_trains(tmp_path, capsys):
+    target = save_target(tmp_path / "target")
+    drafter = make_drafter(target)
+    drafter.save_pretrained(tmp_path / "base")
+    attach_adapter(drafter, options())
+    expected = sum(trained_tensors(drafter).values())
+    assert run_script(tmp_path, make_rows(8), "--lora_r", "4", "--dry_run", "True") is None
+    shown = capsys.readouterr().out
+    assert f"steps 1 to 4: {expected / 1e6:.2f} M (prefix_gru, embed_proj)" in shown
+    assert "step 1: lambda 0.000" in shown
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_pushes_go_where_the_trainer_says(tmp_path, monkeypatch):
     """The Trainer makes the repository at its start; at the end what was saved is uploaded as it lies there."""
     target = save_target(tmp_path / "target")
