@@ -2,22 +2,103 @@
 
     python answer_prompts.py --target_model_name_or_path TARGET --prompts prompts.jsonl --output_file answers.jsonl
 
-Input rows are `{"messages": [...]}` or `{"prompt": "..."}`. Output rows are what the trainer reads as it is:
-`{"key", "prompt_ids", "completion_ids"}`; token ids, because text that is tokenised again may give other tokens than
-those the target wrote. Run the same command again after an interruption: answered prompts are skipped. The first line
-of the output is `{"settings": {...}}`; an output made with other settings is refused rather than mixed.
+Input rows are `{"messages": [...]}` or `{"prompt": ...}`, text or messages. Output rows are what the trainer reads as
+it is: `{"key", "prompt_ids", "completion_ids"}`; token ids, because text that is tokenised again may give other tokens
+than those the target wrote. Run the same command again after an interruption: answered prompts are skipped. The first
+line of the output is `{"settings": {...}}`; an output made with other settings is refused rather than mixed.
 """
 
-import argparse
+from __future__ import annotations
+
 import hashlib
 import json
 import lzma
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
+from domino_spec.chat_domino import render
 from tqdm.auto import tqdm
+
+# Fields of a generation config that are set for every answer, or that do not change it.
+NEUTRAL = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p")
+NEUTRAL += ("use_cache", "transformers_version")
+
+
+def _json_object(text: str) -> dict:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"chat_template_kwargs is {text!r}; expected a JSON object, like '{{\"a\": false}}'.")
+    return found
+
+
+@dataclass
+class AnswerOptions:
+    """How the target answers.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    max_new_tokens: int = field(default=512, metadata={"help": "Most tokens of an answer."})
+    max_prompts: int | None = field(default=None, metadata={"help": "Answer only the first so many prompts."})
+    max_prompt_tokens: int = field(default=1024, metadata={"help": "Longer prompts are skipped and counted."})
+    temperature: float = field(default=0.0, metadata={"help": "0 answers greedily, 1 samples the target's own law."})
+    top_p: float = field(default=1.0, metadata={"help": "Sample among ids that make up so much probability."})
+    top_k: int = field(default=0, metadata={"help": "Sample among so many most likely ids; 0: all."})
+    answer_seed: int = field(default=0, metadata={"help": "Of sampled answers."})
+    answer_batch_size: int = field(default=16, metadata={"help": "Prompts answered at a time."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Options of the chat template as JSON, like '{\"enable_thinking\": false}'."},
+    )
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "max_prompt_tokens", "answer_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1.")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(
+                f"temperature, top_p and top_k are {self.temperature}, {self.top_p} and {self.top_k}; "
+                "expected at least 0, a share above 0 up to 1, and at least 0."
+            )
+        if isinstance(self.chat_template_kwargs, str):
+            self.chat_template_kwargs = _json_object(self.chat_template_kwargs)
+
+    @property
+    def sampling(self) -> dict:
+        """What `generate` is told."""
+        options = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
+        if self.temperature > 0:
+            options |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return options
+
+    def settings(self, target) -> dict:
+        """Everything that decides what is answered, for the first line of the output.
+
+        Sampled answers depend on the batch they are drawn in; greedy ones do not, nor on a seed.
+        """
+        settings = {
+            "target": os.path.basename(os.path.normpath(target.config._name_or_path or "target")),
+            "dtype": str(target.dtype).removeprefix("torch."),
+        } | self.sampling
+        if self.temperature > 0:
+            settings |= {"seed": self.answer_seed, "batch_size": self.answer_batch_size}
+        if self.chat_template_kwargs:
+            settings["chat_template_kwargs"] = self.chat_template_kwargs
+        # A penalty or another processor that the target's own generation config switches on.
+        own = {
+            name: value
+            for name, value in target.generation_config.to_diff_dict().items()
+            if name not in NEUTRAL and not name.startswith(("_", "output_")) and not name.endswith("_id")
+        }
+        return settings | ({"generation_config": own} if own else {})
 
 
 def prompt_key(prompt_ids: list[int]) -> str:
@@ -50,16 +131,24 @@ def read_jsonl(path: str | Path, cut: bool = False) -> Iterator[dict]:
             yield row
 
 
-def tokenize_prompt(row: dict, tokenizer) -> list[int]:
-    """Token ids of one prompt row, chat template and generation prompt applied where it carries messages."""
-    messages = row.get("messages", row.get("prompt"))
+def tokenize_prompt(row: dict, tokenizer, template_kwargs: dict | None = None) -> list[int]:
+    """Token ids of one prompt row, chat template and generation prompt applied where it carries messages.
+
+    Raises:
+        ValueError: no prompt in the row, or none before its answer.
+    """
+    if row.get("prompt_ids") is not None:
+        return list(row["prompt_ids"])
+    messages = row.get("messages") if row.get("messages") is not None else row.get("prompt")
     if messages is None:
         raise ValueError(f"a prompt row has the keys {sorted(row)}; expected `messages` or `prompt`.")
     if isinstance(messages, str):
         return tokenizer(messages)["input_ids"]
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if not messages:
+        raise ValueError("a prompt row has no message before the assistant's; expected something to answer.")
+    return render(messages, tokenizer, row, template_kwargs, True)
 
 
 def load_answers(path: str | Path, tokenizer=None, prompts: str | Path | None = None) -> list[dict]:
@@ -102,43 +191,98 @@ def answer_batch(target, prompts: list[list[int]], pad_token_id: int, **sampling
     return completions
 
 
-def answer(target, tokenizer, prompts: Iterator[dict], output_file: str, settings: dict, batch_size: int) -> None:
-    """Append to `output_file` the target's answer to every prompt that it does not hold yet."""
-    output = Path(output_file)
-    done = set()
-    if output.exists() and output.stat().st_size:
-        rows = list(read_jsonl(output, cut=True))
-        if rows and rows[0].get("settings") != settings:
-            raise ValueError(
-                f"'{output}' was made with {rows[0].get('settings')}, now asked for {settings}; "
-                "use the same settings to resume, or another --output_file."
-            )
-        done = {row["key"] for row in rows[1:]}
-        os.truncate(output, output.read_bytes().rfind(b"\n") + 1)
-    waiting = {}
-    for row in prompts:
-        ids = tokenize_prompt(row, tokenizer)
-        if prompt_key(ids) not in done:
-            waiting[prompt_key(ids)] = ids
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    # Prompts of like length share a batch, within a window so that a stopped run keeps the file's mixture.
-    window, items = 8 * batch_size, list(waiting.items())
+def _batches(prompts: Iterable[dict], tokenizer, options: AnswerOptions) -> tuple[list[dict[str, list[int]]], int]:
+    """Prompts by key in batches of like length, and how many were too long.
+
+    Batches are formed of all prompts, answered or not: sampled answers depend on their batch, and a resumed run has to
+    draw the same. Sorting is confined to a window, so that a stopped run keeps the file's mixture.
+    """
+    found, skipped = {}, 0
+    for row in islice(prompts, options.max_prompts):
+        ids = tokenize_prompt(row, tokenizer, options.chat_template_kwargs)
+        if len(ids) <= options.max_prompt_tokens:
+            found[prompt_key(ids)] = ids
+        else:
+            skipped += 1
+    size = options.answer_batch_size
+    items, window = list(found.items()), 8 * size
     ordered = [x for i in range(0, len(items), window) for x in sorted(items[i : i + window], key=lambda x: len(x[1]))]
-    with open(output, "a", encoding="utf-8") as file, tqdm(total=len(ordered) + len(done), initial=len(done)) as bar:
-        if output.stat().st_size == 0:
+    return [dict(ordered[i : i + size]) for i in range(0, len(ordered), size)], skipped
+
+
+def _answered(path: Path, settings: dict) -> set[str]:
+    """Keys of a file's answers; a line that was cut by an interruption is taken out.
+
+    Raises:
+        ValueError: answers made with other settings.
+    """
+    if not path.exists() or not path.stat().st_size:
+        return set()
+    rows = list(read_jsonl(path, cut=True))
+    if rows and rows[0].get("settings") != settings:
+        raise ValueError(
+            f"'{path}' was made with {rows[0].get('settings')}, now asked for {settings}; "
+            "use the same settings to resume, or another file."
+        )
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    return {row["key"] for row in rows[1:]}
+
+
+def answer(
+    target,
+    tokenizer,
+    prompts: Iterable[dict],
+    output_file: str | Path,
+    options: AnswerOptions,
+    rank: int = 0,
+    world: int = 1,
+) -> Path:
+    """Append to a file the target's answer to every prompt that it does not hold yet.
+
+    Args:
+        rank, world: this process answers the `rank`-th of `world` shares of the batches.
+    Returns:
+        the file: `output_file` with one process, one of `part_files` with several.
+    Raises:
+        ValueError: the file was made with other settings.
+    """
+    settings = options.settings(target)
+    output = part_files(output_file, world)[rank]
+    done = _answered(output, settings)
+    batches, skipped = _batches(prompts, tokenizer, options)
+    if skipped and rank == 0:
+        print(f"skipped {skipped} prompts over {options.max_prompt_tokens} tokens", flush=True)
+    batches = batches[rank::world]
+    total = sum(map(len, batches))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output, "a", encoding="utf-8") as file, tqdm(total=total, desc="answers", disable=rank > 0) as bar:
+        if not done and not output.stat().st_size:
             file.write(json.dumps({"settings": settings}) + "\n")
         tokens = 0
-        for start in range(0, len(ordered), batch_size):
-            batch = ordered[start : start + batch_size]
-            sampling = {key: value for key, value in settings.items() if key not in ("target", "dtype", "seed")}
-            completions = answer_batch(target, [ids for _, ids in batch], pad, **sampling)
-            for (key, ids), completion in zip(batch, completions, strict=True):
-                row = {"key": key, "prompt_ids": ids, "completion_ids": completion}
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
-                tokens += len(completion)
+        for batch in batches:
+            missing = {key: ids for key, ids in batch.items() if key not in done}
+            bar.update(len(batch) - len(missing))
+            if not missing:
+                continue
+            asked = batch if options.temperature > 0 else missing
+            torch.manual_seed(int(hashlib.sha256(f"{options.answer_seed},{min(batch)}".encode()).hexdigest()[:15], 16))
+            completions = answer_batch(target, list(asked.values()), pad, **options.sampling)
+            for (key, ids), completion in zip(asked.items(), completions, strict=True):
+                if key in missing:
+                    row = {"key": key, "prompt_ids": ids, "completion_ids": completion}
+                    file.write(json.dumps(row, separators=(",", ":")) + "\n")
+                    tokens += len(completion)
             file.flush()
-            bar.update(len(batch))
-            bar.set_postfix(tokens=tokens, tokens_per_second=round(tokens / bar.format_dict["elapsed"], 1))
+            bar.update(len(missing))
+            bar.set_postfix(tokens=tokens, tokens_per_second=round(tokens / max(bar.format_dict["elapsed"], 1e-3), 1))
+    return output
+
+
+def part_files(output_file: str | Path, world: int) -> list[Path]:
+    """A file for each of several processes: `answers.jsonl` becomes `answers-0-of-2.jsonl` and so on."""
+    path = Path(output_file)
+    return [path] if world == 1 else [path.with_stem(f"{path.stem}-{rank}-of-{world}") for rank in range(world)]
 
 
 def pack(path: str) -> str:
@@ -150,43 +294,28 @@ def pack(path: str) -> str:
     return path + ".xz"
 
 
+@dataclass
+class ScriptOptions:
+    """Which target answers what."""
+
+    target_model_name_or_path: str = field(metadata={"help": "The target."})
+    prompts: str = field(metadata={"help": "JSONL file with `messages` or `prompt` in each row."})
+    output_file: str = field(metadata={"help": "Answers; an existing file is gone on with."})
+    dtype: str = field(default="bfloat16", metadata={"help": "float32, bfloat16 or float16."})
+    pack: bool = field(default=False, metadata={"help": "Also write OUTPUT.xz without the prompts."})
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target_model_name_or_path", required=True)
-    parser.add_argument("--prompts", required=True, help="JSONL file with `messages` or `prompt` in each row")
-    parser.add_argument("--output_file", required=True)
-    parser.add_argument("--max_prompts", type=int, help="answer only the first so many")
-    parser.add_argument("--max_prompt_tokens", type=int, default=1024, help="longer prompts are skipped and counted")
-    parser.add_argument("--max_new_tokens", type=int, default=512)
-    parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 answers greedily")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pack", action="store_true", help="also write OUTPUT.xz without the prompts")
-    arguments = parser.parse_args()
+    from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target_model_name_or_path)
-    dtype = getattr(torch, arguments.dtype)
-    target = AutoModelForCausalLM.from_pretrained(arguments.target_model_name_or_path, dtype=dtype).eval()
+    parser = HfArgumentParser((ScriptOptions, AnswerOptions), description=__doc__)
+    script, options = parser.parse_args_into_dataclasses()
+    tokenizer = AutoTokenizer.from_pretrained(script.target_model_name_or_path)
+    target = AutoModelForCausalLM.from_pretrained(script.target_model_name_or_path, dtype=script.dtype).eval()
     target.to("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(arguments.seed)
-    settings = {
-        "target": os.path.basename(os.path.normpath(arguments.target_model_name_or_path)),
-        "dtype": arguments.dtype,
-        "max_new_tokens": arguments.max_new_tokens,
-        "do_sample": arguments.temperature > 0,
-    }
-    if arguments.temperature > 0:
-        settings |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0, "seed": arguments.seed}
-    prompts = list(read_jsonl(arguments.prompts))[: arguments.max_prompts]
-    short = [row for row in prompts if len(tokenize_prompt(row, tokenizer)) <= arguments.max_prompt_tokens]
-    if len(short) < len(prompts):
-        print(f"skipped {len(prompts) - len(short)} prompts over {arguments.max_prompt_tokens} tokens")
-    answer(target, tokenizer, short, arguments.output_file, settings, arguments.batch_size)
-    if arguments.pack:
-        print(f"packed without prompts: {pack(arguments.output_file)}")
+    answer(target, tokenizer, read_jsonl(script.prompts), script.output_file, options)
+    if script.pack:
+        print(f"packed without prompts: {pack(script.output_file)}")
 
 
 if __name__ == "__main__":

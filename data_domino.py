@@ -4,88 +4,133 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, concatenate_datasets, load_dataset
 
-from .answer_prompts import load_answers
+from .answer_prompts import load_answers, tokenize_prompt
+from .chat_domino import supervise_turns
+
+# Columns that `tokenize_row` reads; others may hold anything and are left where they are.
+COLUMNS = ("messages", "prompt", "completion", "response", "text", "tools", "chat_template_kwargs")
+COLUMNS += ("input_ids", "completion_mask", "key", "prompt_ids", "completion_ids")
+FILE_LOADERS = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 
 
 def load_rows(dataset_name: str, tokenizer, *, config: str | None = None, split: str = "train", prompts_file=None):
-    """Dataset of a local JSONL file (`.xz` too), of answers written by `answer_prompts.py`, or of the Hub.
+    """Dataset of a local file (.jsonl, .jsonl.xz, .json, .parquet, .csv, .txt), a directory, or the Hub.
 
     Args:
         dataset_name: a file, or whatever `datasets.load_dataset` takes.
+        config, split: as `datasets.load_dataset` takes them.
         prompts_file: prompts to join to a packed answers file.
     Raises:
         FileNotFoundError: a path that looks like a file and is none.
+        ValueError: another split than "train" of a JSONL file.
     """
-    if dataset_name.endswith((".jsonl", ".jsonl.xz")):
-        if not os.path.exists(dataset_name):
-            raise FileNotFoundError(f"no dataset file '{dataset_name}'; name an existing file or a Hub dataset.")
-        return Dataset.from_list(load_answers(dataset_name, tokenizer, prompts_file))
-    return load_dataset(dataset_name, config, split=split)
+    ending = os.path.splitext(dataset_name.removesuffix(".xz"))[1]
+    if ending not in (".jsonl", *FILE_LOADERS):
+        return load_dataset(dataset_name, config, split=split)
+    if not os.path.exists(dataset_name):
+        raise FileNotFoundError(f"no dataset file '{dataset_name}'; name an existing file or a Hub dataset.")
+    if ending != ".jsonl":
+        return load_dataset(FILE_LOADERS[ending], data_files=dataset_name, split=split)
+    if split != "train":
+        raise ValueError(f"the split '{split}' of '{dataset_name}' is asked for; a JSONL file has only 'train'.")
+    rows = load_answers(dataset_name, tokenizer, prompts_file)
+    # Rows of one file may be of different kinds; a dataset has the columns of its first row, so each gets all.
+    columns = [name for name in COLUMNS if any(name in row for row in rows)]
+    if not columns:
+        tokenize_row(rows[0] if rows else {}, tokenizer)
+    return Dataset.from_list([{name: row.get(name) for name in columns} for row in rows], on_mixed_types="use_json")
 
 
-def tokenize_row(row: dict, tokenizer) -> dict[str, list[int]]:
+def load_mixture(entries, tokenizer, prepare: Callable, prompts_file=None) -> tuple[Dataset, int]:
+    """One dataset of several, in the shares that are asked for.
+
+    Args:
+        entries (list of `trl.DatasetConfig`): `path` is whatever `load_rows` takes; `fraction`, given for all or none,
+            is the share of the mixture, whose size is capped so that no row comes twice.
+        prepare: rows -> usable token rows and the number of those dropped, as `prepare_dataset` gives them; datasets
+            of different columns can be mixed after that, and fractions count what is usable.
+        prompts_file: as for `load_rows`.
+    Raises:
+        ValueError: fractions for some only.
+    """
+    parts, dropped = [], 0
+    for entry in entries:
+        if entry.data_dir or entry.data_files:
+            files = {"data_dir": entry.data_dir, "data_files": entry.data_files}
+            rows = load_dataset(entry.path, entry.name, split=entry.split, **files)
+        else:
+            rows = load_rows(entry.path, tokenizer, config=entry.name, split=entry.split, prompts_file=prompts_file)
+        part, lost = prepare(rows if entry.columns is None else rows.select_columns(entry.columns))
+        parts.append(part)
+        dropped += lost
+    fractions = [entry.fraction for entry in entries]
+    if any(fraction is not None for fraction in fractions):
+        if not all(fractions):
+            raise ValueError(
+                f"the mixture's fractions are {fractions}; expected one above 0 for each, or none at all."
+            )
+        weights = [fraction / sum(fractions) for fraction in fractions]
+        total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+        parts = [part.select(range(round(weight * total))) for part, weight in zip(parts, weights, strict=True)]
+    return concatenate_datasets(parts), dropped
+
+
+def load_split(dataset_name: str, config: str | None, split: str) -> Dataset | None:
+    """A split of a directory or a Hub dataset, where there is one; files have none beside "train"."""
+    if os.path.isfile(dataset_name):
+        return None
+    splits = load_dataset(dataset_name, config)
+    return splits[split] if split in splits else None
+
+
+def tokenize_row(row: dict, tokenizer, template_kwargs: dict | None = None) -> dict[str, list[int]]:
     """`input_ids` and `supervised` (1 where the target would have written the token) of one row.
 
     Understands what TRL understands: pre-tokenised (`input_ids`, optional `completion_mask`), answers
-    (`prompt_ids`, `completion_ids`), `messages`, `prompt` + `completion` (text or messages) and `text`.
+    (`prompt_ids`, `completion_ids`), `messages`, `prompt` + `completion` (text or messages) and `text`; and `response`
+    for `completion`, as servers' logs have it.
 
+    Args:
+        template_kwargs: options of the chat template.
     Raises:
         ValueError: none of these columns.
     """
+    return tokenize_turns(row, tokenizer, template_kwargs)[0]
+
+
+def tokenize_turns(row: dict, tokenizer, template_kwargs: dict | None = None) -> list[dict[str, list[int]]]:
+    """`tokenize_row`, and the chats that the row's template shows only as they were at an earlier turn."""
+    completion = row.get("completion") if row.get("completion") is not None else row.get("response")
     if row.get("completion_ids") is not None:
-        prompt, completion = row["prompt_ids"], row["completion_ids"]
-        return {"input_ids": prompt + completion, "supervised": [0] * len(prompt) + [1] * len(completion)}
+        return [_join(row["prompt_ids"], row["completion_ids"])]
     if row.get("input_ids") is not None:
         mask = row.get("completion_mask") or [1] * len(row["input_ids"])
-        return {"input_ids": list(row["input_ids"]), "supervised": list(mask)}
+        return [{"input_ids": list(row["input_ids"]), "supervised": list(mask)}]
     if row.get("messages") is not None:
-        return _supervise_turns(row["messages"], tokenizer)
-    if row.get("completion") is not None:
-        if not isinstance(row["prompt"], str):
-            return _supervise_turns(list(row["prompt"]) + list(row["completion"]), tokenizer, len(row["prompt"]))
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-        return {"input_ids": prompt + completion, "supervised": [0] * len(prompt) + [1] * len(completion)}
+        return supervise_turns(row["messages"], tokenizer, row, template_kwargs)
+    if completion is not None and row.get("prompt") is not None:
+        if isinstance(row["prompt"], str):
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            return [_join(prompt, tokenizer(completion, add_special_tokens=False)["input_ids"])]
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return supervise_turns(row["prompt"] + answer, tokenizer, row, template_kwargs, len(row["prompt"]))
     if row.get("text") is not None:
         ids = tokenizer(row["text"])["input_ids"]
-        return {"input_ids": ids, "supervised": [1] * len(ids)}
+        return [{"input_ids": ids, "supervised": [1] * len(ids)}]
     raise ValueError(
         f"a dataset row has the columns {sorted(row)}; expected `messages`, `prompt` and `completion`, `text`, "
         "`input_ids`, or `prompt_ids` and `completion_ids`."
     )
 
 
-def _supervise_turns(messages: list[dict], tokenizer, first: int = 0) -> dict[str, list[int]]:
-    """Supervise assistant turns from message `first` on, up to their end-of-turn token.
-
-    Turns are found by rendering prefixes of the chat, which needs no generation tags in the template. A turn that the
-    template renders otherwise once more turns follow (as those do that drop earlier thinking) is left unsupervised.
-    """
-
-    def render(upto: int, generation_prompt: bool) -> list[int]:
-        return tokenizer.apply_chat_template(
-            messages[:upto], add_generation_prompt=generation_prompt, return_dict=True
-        )["input_ids"]
-
-    ids = render(len(messages), False)
-    supervised = [0] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i < first:
-            continue
-        prompt, turn = render(i, True), render(i + 1, False)
-        if ids[: len(turn)] != turn or turn[: len(prompt)] != prompt:
-            continue
-        start, end = len(prompt), len(turn)
-        # What a template puts behind the end-of-turn token the target never writes.
-        ends = [j for j in range(start, end) if ids[j] == tokenizer.eos_token_id]
-        end = ends[-1] + 1 if ends else end
-        supervised[start:end] = [1] * (end - start)
-    return {"input_ids": ids, "supervised": supervised}
+def _join(prompt: list[int], completion: list[int]) -> dict[str, list[int]]:
+    return {"input_ids": prompt + completion, "supervised": [0] * len(prompt) + [1] * len(completion)}
 
 
 def first_anchors(supervised: torch.Tensor) -> torch.Tensor:
@@ -166,19 +211,32 @@ class BlockCollator:
         return {key: torch.tensor(value) for key, value in batch.items()}
 
 
-def prepare_dataset(rows, tokenizer, max_length: int) -> tuple[Dataset, int]:
+def prepare_dataset(rows, tokenizer, max_length: int, template_kwargs: dict | None = None) -> tuple[Dataset, int]:
     """Tokenise, cut at `max_length`, drop rows that cannot teach anything; returns the number dropped."""
 
-    def convert(row):
-        made = tokenize_row(row, tokenizer)
-        return {key: value[:max_length] for key, value in made.items()}
+    def convert(batch: dict[str, list]) -> dict[str, list]:
+        made: dict[str, list] = {"input_ids": [], "supervised": []}
+        for values in zip(*batch.values(), strict=True):
+            for row in tokenize_turns(dict(zip(batch, values, strict=True)), tokenizer, template_kwargs):
+                for key, value in row.items():
+                    made[key].append(value[:max_length])
+        return made
 
-    made = rows.map(convert, remove_columns=rows.column_names, desc="tokenising")
+    made = rows.map(convert, batched=True, remove_columns=rows.column_names, desc="tokenising")
     useful = made.filter(
         lambda row: len(row["supervised"]) > 1 and bool(first_anchors(torch.tensor(row["supervised"])).any()),
         desc="dropping rows without an anchor",
     )
     return useful, len(made) - len(useful)
+
+
+def prepare_prompts(rows, tokenizer, template_kwargs: dict | None = None) -> Dataset:
+    """The prompts of rows of any kind that has some, as `prompt_ids`; answers in the rows are left out."""
+    return rows.map(
+        lambda row: {"prompt_ids": tokenize_prompt(row, tokenizer, template_kwargs)},
+        remove_columns=rows.column_names,
+        desc="tokenising prompts",
+    )
 
 
 def frequent_ids(rows, size: int) -> torch.Tensor:

@@ -117,14 +117,19 @@ def measure_data(script, args) -> DataSize:
         FileNotFoundError: a path that looks like a file and is none.
         ValueError: rows of no known kind, or too few of them.
     """
-    if not script.dataset_name.endswith((".jsonl", ".jsonl.xz")):
-        return DataSize(None, None, None, script.eval_rows, f"{script.dataset_name} is no local file and was not read")
+    if script.generate_answers:
+        return DataSize(None, None, None, script.eval_rows, "the target has not answered yet")
+    if not script.sources.endswith((".jsonl", ".jsonl.xz")) or script.datasets:
+        return DataSize(None, None, None, script.eval_rows, f"{script.sources} is no local file and was not read")
     tokenizer = local_tokenizer(script.target_model_name_or_path)
     rows = load_rows(script.dataset_name, tokenizer, prompts_file=script.prompts_file)
     if tokenizer is None and not {"completion_ids", "input_ids"} & set(rows.column_names):
         note = f"no tokenizer in {script.target_model_name_or_path}: tokens were not counted"
         return DataSize(len(rows), None, None, script.eval_rows, note)
-    sample = [tokenize_row(row, tokenizer) for row in rows.select(range(min(SAMPLED_ROWS, len(rows))))]
+    sample = [
+        tokenize_row(row, tokenizer, script.chat_template_kwargs)
+        for row in rows.select(range(min(SAMPLED_ROWS, len(rows))))
+    ]
     cut = [{key: value[: args.max_length] for key, value in row.items()} for row in sample]
     usable = [
         row for row in cut if len(row["supervised"]) > 1 and first_anchors(torch.tensor(row["supervised"])).any()

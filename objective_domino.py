@@ -391,8 +391,33 @@ def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
     return spans
 
 
-def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
-    """tau of base and final logits over held-out rows from simulated rounds, and what explains it.
+@dataclass
+class Walk:
+    """One held-out answer walked as decoding would walk it, by the base and by the final logits.
+
+    Args:
+        rounds: tokens kept in each simulated round. lengths: leading hits + 1 of every anchor.
+    """
+
+    rounds: dict[str, list[int]]
+    lengths: dict[str, list[int]]
+
+
+def walk(objective: DominoObjective, row: dict) -> Walk:
+    """Simulated rounds over all answers of a row."""
+    accepted, anchors = objective.accepted_lengths(row)
+    result = Walk({name: [] for name in accepted}, {name: (x + 1).tolist() for name, x in accepted.items()})
+    for first, end in answer_spans(row["supervised"]):
+        inside = [i for i, anchor in enumerate(anchors) if first <= anchor < end]
+        if inside:
+            part = slice(inside[0], inside[-1] + 1)
+            for name, lengths in accepted.items():
+                result.rounds[name] += simulated_rounds(lengths[part], anchors[part], end)
+    return result
+
+
+def tau_of_walks(walks: list[Walk], num_drafts: int) -> dict[str, float]:
+    """tau of base and final logits from simulated rounds, and what explains it.
 
     Returns:
         `tau_base`, `tau_final`; `acceptance_base_1..n`, `acceptance_final_1..n`: share of the rounds in which draft i
@@ -400,24 +425,20 @@ def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
         over plain decoding, `(tau_final - tau_base) / (tau_final - 1)`, 0 without a gain; `anchor_mean_base`,
         `anchor_mean_final`: mean of leading hits + 1 over all anchors, which is not tau.
     """
-    kept: dict[str, list[int]] = {"base": [], "final": []}
-    means: dict[str, list[int]] = {"base": [], "final": []}
-    for row in rows:
-        lengths, anchors = objective.accepted_lengths(row)
-        for name, accepted in lengths.items():
-            means[name] += (accepted + 1).tolist()
-            for first, end in answer_spans(row["supervised"]):
-                inside = [i for i, anchor in enumerate(anchors) if first <= anchor < end]
-                if inside:
-                    part = slice(inside[0], inside[-1] + 1)
-                    kept[name] += simulated_rounds(accepted[part], anchors[part], end)
-    result = {f"tau_{name}": _mean(rounds) for name, rounds in kept.items()}
+    rounds = {name: [kept for one in walks for kept in one.rounds[name]] for name in ("base", "final")}
+    lengths = {name: [length for one in walks for length in one.lengths[name]] for name in ("base", "final")}
+    result = {f"tau_{name}": _mean(kept) for name, kept in rounds.items()}
     gain = result["tau_final"] - 1
     result["head_share"] = (result["tau_final"] - result["tau_base"]) / gain if gain > 0 else 0.0
-    for name, rounds in kept.items():
-        for i in range(1, objective.config.num_drafts + 1):
-            result[f"acceptance_{name}_{i}"] = _mean([tokens > i for tokens in rounds])
-    return result | {f"anchor_mean_{name}": _mean(lengths) for name, lengths in means.items()}
+    for name, kept in rounds.items():
+        for i in range(1, num_drafts + 1):
+            result[f"acceptance_{name}_{i}"] = _mean([tokens > i for tokens in kept])
+    return result | {f"anchor_mean_{name}": _mean(values) for name, values in lengths.items()}
+
+
+def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
+    """`tau_of_walks` over held-out rows."""
+    return tau_of_walks([walk(objective, row) for row in rows], objective.config.num_drafts)
 
 
 def _mean(values: list) -> float:

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import shlex
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -198,13 +198,18 @@ def changed_options(given) -> dict:
     for option in fields(given):
         value = getattr(given, option.name)
         default = option.default_factory() if option.default is MISSING else option.default
-        plain = isinstance(value, (int, float, str, list))
+        plain = isinstance(value, (int, float, str, list, dict))
         # The library turns some options that were not given into empty lists or False.
         unset = not value and default in (None, False, "", "none")
         if plain and not unset and option.name not in UNTOLD and value != default:
             # Enumerations of the library print their class's name too.
             changed[option.name] = getattr(value, "value", value)
     return changed
+
+
+def _given(entry) -> dict:
+    """The fields of a mixture's dataset that were given."""
+    return {name: value for name, value in asdict(entry).items() if value is not None}
 
 
 def answers_settings(dataset: str) -> dict:
@@ -343,7 +348,7 @@ def data_text(facts: RunFacts) -> str:
 
 def training_text(facts: RunFacts, curve: list[dict], machine: str) -> str:
     """Command, options, time, hardware and versions."""
-    options = [f"| `{name}` | `{json.dumps(value)}` |" for name, value in facts.changed.items()]
+    options = [f"| `{name}` | `{json.dumps(value, default=_given)}` |" for name, value in facts.changed.items()]
     table = "\n".join(["| option | value |", "|---|---|", *options]) if options else "All options at their defaults."
     seconds = [entry["train_runtime"] for entry in curve if "train_runtime" in entry]
     time = f"{seconds[-1] / 60:.1f} minutes (a resumed run counts from its last start)" if seconds else "Time unknown"

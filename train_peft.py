@@ -17,11 +17,13 @@ Arguments carry TRL's names wherever TRL has one; a YAML file with the same name
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 
 import huggingface_hub
 import torch
+from accelerate import PartialState
 from datasets import concatenate_datasets
 from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.adapter_domino import (
@@ -32,25 +34,44 @@ from domino_spec.adapter_domino import (
     feature_layer,
     save_adapter,
 )
+from domino_spec.answer_prompts import AnswerOptions, answer, part_files
 from domino_spec.cache_domino import prepare_states
-from domino_spec.data_domino import BlockCollator, frequent_ids, load_rows, prepare_dataset
+from domino_spec.data_domino import (
+    BlockCollator,
+    frequent_ids,
+    load_mixture,
+    load_split,
+    prepare_dataset,
+    prepare_prompts,
+)
 from domino_spec.dry_run_domino import dry_run, show
 from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
 from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
+from trl.scripts.utils import DatasetConfig
 
 
 @dataclass
-class DominoScriptArguments(ScriptArguments):
-    """Where the data is, and which target it is for."""
+class DominoScriptArguments(ScriptArguments, DatasetMixtureConfig, AnswerOptions):
+    """Where the data is, which target it is for, and how that answers prompts.
+
+    Raises:
+        ValueError: streaming, or two places for the data.
+    """
 
     target_model_name_or_path: str | None = field(default=None, metadata={"help": "The frozen target."})
     prompts_file: str | None = field(
         default=None, metadata={"help": "Prompts to join to an answers file that was packed without them."}
     )
-    eval_rows: int = field(default=32, metadata={"help": "Rows of the training split held out for tau."})
+    generate_answers: bool = field(
+        default=False,
+        metadata={"help": "Let the target answer the dataset's prompts first (OUTPUT_DIR/answers.jsonl), resumable."},
+    )
+    eval_rows: int = field(
+        default=32, metadata={"help": "Rows for tau: of the test split, or held out where there is none."}
+    )
     num_hidden_layers: int = field(default=5, metadata={"help": "Draft layers of a new drafter."})
     block_size: int = field(default=16, metadata={"help": "Slots of a block, the anchor included."})
     mask_token_id: int | None = field(default=None, metadata={"help": "Id that the target never writes."})
@@ -63,6 +84,26 @@ class DominoScriptArguments(ScriptArguments):
     init_layers_from_target: list[int] | None = field(
         default=None, metadata={"help": "Target layers of equal shape that a new drafter's layers start from."}
     )
+
+    def __post_init__(self):
+        DatasetMixtureConfig.__post_init__(self)
+        AnswerOptions.__post_init__(self)
+        if self.dataset_streaming or self.streaming:
+            raise ValueError(
+                "streaming is on; held-out rows and step counts need the whole dataset: switch it off, "
+                "or take a part of it with --dataset_train_split 'train[:100000]'."
+            )
+        if self.dataset_name and self.datasets:
+            raise ValueError("dataset_name and datasets are both given; put all into datasets.")
+
+    @property
+    def sources(self) -> str:
+        """Where the data comes from, in words."""
+        return self.dataset_name or ", ".join(entry.path for entry in self.datasets)
+
+    def answers_file(self, args: DominoTrainingConfig, suffix: str = "") -> str:
+        """Where the target's answers go."""
+        return os.path.join(args.output_dir, f"answers{suffix}.jsonl")
 
 
 def drafter_config(script: DominoScriptArguments, model: DrafterModelConfig) -> DominoConfig | None:
@@ -118,33 +159,62 @@ def load_target(script: DominoScriptArguments, args: DominoTrainingConfig, model
     return target.eval().requires_grad_(False).to(args.device), tokenizer
 
 
-def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokenizer):
+def load_data(script: DominoScriptArguments, args: DominoTrainingConfig, tokenizer, target):
     """Rows to train on, and rows held out for tau (None without any).
 
     Raises:
         ValueError: nothing left to learn from.
     """
-    rows = load_rows(
-        script.dataset_name,
-        tokenizer,
-        config=script.dataset_config,
-        split=script.dataset_train_split,
-        prompts_file=script.prompts_file,
-    )
+    entries = script.datasets or [
+        DatasetConfig(path=script.dataset_name, name=script.dataset_config, split=script.dataset_train_split)
+    ]
+    dataset = usable_rows(script, args, tokenizer, target, entries, script.answers_file(args))
+    test = None
+    if not script.datasets and script.dataset_test_split != script.dataset_train_split:
+        test = load_split(script.dataset_name, script.dataset_config, script.dataset_test_split)
+    if test is not None and script.eval_rows:
+        if not len(dataset):
+            raise ValueError("no usable row is left to learn from: raise --max_length, or give other rows.")
+        entry = DatasetConfig(
+            path=script.dataset_name,
+            name=script.dataset_config,
+            split=f"{script.dataset_test_split}[:{script.eval_rows}]",
+        )
+        return dataset, usable_rows(script, args, tokenizer, target, [entry], script.answers_file(args, "-test"))
+    held_out = script.eval_rows if script.test_split_size is None else round(script.test_split_size * len(dataset))
+    if len(dataset) <= held_out:
+        raise ValueError(
+            f"{len(dataset)} usable rows, {held_out} of them to be held out; "
+            "nothing left to learn from: add rows, raise --max_length or lower --eval_rows."
+        )
+    if not held_out:
+        return dataset, None
+    parts = dataset.train_test_split(test_size=held_out, seed=0)
+    return parts["train"], parts["test"]
+
+
+def usable_rows(script: DominoScriptArguments, args: DominoTrainingConfig, tokenizer, target, entries, answers_file):
+    """Token rows of a mixture of datasets, or of the target's answers to their prompts (--generate_answers)."""
+    kwargs = script.chat_template_kwargs
+
+    def prepare(rows):
+        return prepare_dataset(rows, tokenizer, args.max_length, kwargs)
+
+    if script.generate_answers:
+        with args.main_process_first(desc="tokenising prompts"):
+            prompts, _ = load_mixture(
+                entries, tokenizer, lambda rows: (prepare_prompts(rows, tokenizer, kwargs), 0), script.prompts_file
+            )
+        answer(target, tokenizer, prompts, answers_file, script, args.process_index, args.world_size)
+        PartialState().wait_for_everyone()
+        files = [str(path) for path in part_files(answers_file, args.world_size)]
+        entries = [DatasetConfig(path=path) for path in files]
     # One process tokenises, the others then find its result.
     with args.main_process_first(desc="tokenising"):
-        dataset, dropped = prepare_dataset(rows, tokenizer, args.max_length)
+        dataset, dropped = load_mixture(entries, tokenizer, prepare, script.prompts_file)
     if dropped and args.should_log:
         print(f"dropped {dropped} of {len(dataset) + dropped} rows: no supervised token left to draft.")
-    if len(dataset) <= script.eval_rows:
-        raise ValueError(
-            f"{len(dataset)} usable rows, {script.eval_rows} of them to be held out; "
-            "nothing left to learn from: add rows or lower --eval_rows."
-        )
-    if not script.eval_rows:
-        return dataset, None
-    parts = dataset.train_test_split(test_size=script.eval_rows, seed=0)
-    return parts["train"], parts["test"]
+    return dataset
 
 
 def build_objective(args: DominoTrainingConfig, drafter, target, train, held_out=None) -> DominoObjective:
@@ -188,15 +258,18 @@ def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) 
 
 def run_facts(script, args, model, arguments: list[str] | None, train, held_out) -> RunFacts:
     """What the model card tells beyond what the trainer logs."""
+    answered = script.sources
+    if script.generate_answers:
+        answered = str(part_files(script.answers_file(args), args.world_size)[0])
     return RunFacts(
         target=script.target_model_name_or_path,
-        dataset=script.dataset_name,
+        dataset=script.sources,
         drafter=model.model_name_or_path,
         rows=len(train),
         tokens=sum(map(len, train["input_ids"])),
         supervised=sum(map(sum, train["supervised"])),
         held_out=len(held_out or ()),
-        settings=answers_settings(script.dataset_name),
+        settings=answers_settings(answered),
         adapter=model.use_peft,
         command=command_line(sys.argv[1:] if arguments is None else arguments, args.world_size),
         changed=changed_options(script) | changed_options(args) | changed_options(model),
@@ -238,19 +311,20 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
     """The run itself; bad input raises before anything is written."""
     parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, DrafterModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
-    for name in ("target_model_name_or_path", "dataset_name"):
-        if not getattr(script, name):
-            raise ValueError(f"--{name} is missing.")
+    if not script.target_model_name_or_path:
+        raise ValueError("--target_model_name_or_path is missing.")
+    if not script.dataset_name and not script.datasets:
+        raise ValueError("--dataset_name is missing, and so is a mixture (`datasets` in a --config file).")
     check_options(model)
     config = drafter_config(script, model)
     if args.dry_run:
         if args.process_index == 0:
             show(dry_run(script, args, model, config))
         return
-    torch.manual_seed(args.seed)
     target, tokenizer = load_target(script, args, model)
+    train, held_out = load_data(script, args, tokenizer, target)
+    torch.manual_seed(args.seed)
     drafter, adapter = build_drafter(script, model, config, target)
-    train, held_out = load_data(script, args, tokenizer)
     if args.should_log:
         supervised = sum(sum(row) for row in train["supervised"])
         size = sum(p.numel() for p in drafter.parameters())

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import safetensors.torch
 import torch
+from accelerate.utils import gather_object
 from peft import PeftModel
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -25,7 +26,7 @@ from .adapter_domino import load_adapter, save_adapter, settle_schedule
 from .data_domino import first_anchors, sample_anchors
 from .losses_domino import POSITION_WEIGHTS, DraftLoss
 from .modeling_domino import DominoForSpeculation
-from .objective_domino import BLOCK_ATTENTION, DominoObjective, FeatureScale, simulated_tau
+from .objective_domino import BLOCK_ATTENTION, DominoObjective, FeatureScale, tau_of_walks, walk
 from .report_domino import RunFacts, hardware, write_card
 
 CURVE = "training_curve.jsonl"
@@ -386,10 +387,13 @@ class DominoTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """tau from simulated rounds on the held-out rows."""
+        """tau from simulated rounds on the held-out rows, which the processes share among them."""
         self.objective.eval()
         rows = eval_dataset if eval_dataset is not None else self.eval_dataset
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in simulated_tau(self.objective, rows).items()}
+        mine = range(self.args.process_index, len(rows), self.args.world_size)
+        walks = gather_object([walk(self.objective, rows[i]) for i in mine])
+        metrics = tau_of_walks(walks, self.objective.config.num_drafts)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.objective.train()
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

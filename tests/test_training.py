@@ -1,23 +1,15 @@
 """Training: what is supervised, which blocks are seen, the curriculum, and tau that means what decoding does."""
 
-import json
-import lzma
 import math
 
 import pytest
 import torch
 from conftest import BLOCK, MASK_ID, VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids
-from datasets import Dataset
-from domino_spec.answer_prompts import answer, answer_batch, load_answers, pack, prompt_key, read_jsonl
 from domino_spec.data_domino import (
-    BlockCollator,
     block_attention_mask,
     first_anchors,
     frequent_ids,
-    load_rows,
-    prepare_dataset,
     sample_anchors,
-    tokenize_row,
 )
 from domino_spec.losses_domino import DraftLoss
 from domino_spec.modeling_domino import target_logits
@@ -30,83 +22,6 @@ from domino_spec.objective_domino import (
     simulated_tau,
     target_states,
 )
-
-
-class FakeTokenizer:
-    """Letters are ids 0 to 25; a chat template with role marks and an end mark; ids beyond are special."""
-
-    pad_token_id, eos_token_id, bos, end = 62, 63, 61, 59
-    roles = {"system": 50, "user": 51, "assistant": 52}
-
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [self.bos] * add_special_tokens + [ord(letter) - 97 for letter in text]}
-
-    def apply_chat_template(self, messages, add_generation_prompt=False, return_dict=True):
-        ids = [self.bos]
-        for message in messages:
-            ids += [self.roles[message["role"]], *self(message["content"], False)["input_ids"], self.end]
-        return {"input_ids": ids + [self.roles["assistant"]] * add_generation_prompt}
-
-    def save_pretrained(self, directory):
-        pass
-
-
-# Rows ---------------------------------------------------------------------------------------------------------------
-
-CHAT = [
-    {"role": "user", "content": "ab"},
-    {"role": "assistant", "content": "cd"},
-    {"role": "user", "content": "e"},
-    {"role": "assistant", "content": "f"},
-]
-CHAT_IDS = [61, 51, 0, 1, 59, 52, 2, 3, 59, 51, 4, 59, 52, 5, 59]
-
-
-@pytest.mark.parametrize(
-    ("row", "ids", "supervised"),
-    [
-        ({"prompt_ids": [1, 2], "completion_ids": [3, 4]}, [1, 2, 3, 4], [0, 0, 1, 1]),
-        ({"input_ids": [1, 2, 3]}, [1, 2, 3], [1, 1, 1]),
-        ({"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}, [1, 2, 3], [0, 1, 1]),
-        ({"messages": CHAT}, CHAT_IDS, [0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]),
-        ({"prompt": "ab", "completion": "cd"}, [61, 0, 1, 2, 3], [0, 0, 0, 1, 1]),
-        ({"prompt": CHAT[:3], "completion": CHAT[3:]}, CHAT_IDS, [0] * 13 + [1, 1]),
-        ({"text": "abc"}, [61, 0, 1, 2], [1, 1, 1, 1]),
-        ({"text": None, "messages": CHAT[:2]}, CHAT_IDS[:9], [0] * 6 + [1] * 3),
-    ],
-)
-def test_tokenize_row(row, ids, supervised):
-    assert tokenize_row(row, FakeTokenizer()) == {"input_ids": ids, "supervised": supervised}
-
-
-def test_unknown_rows_are_named():
-    with pytest.raises(ValueError, match=r"columns \['answer', 'question'\].*expected `messages`"):
-        tokenize_row({"question": "a", "answer": "b"}, FakeTokenizer())
-
-
-def test_prepare_dataset_drops_rows_that_cannot_teach():
-    rows = Dataset.from_list(
-        [
-            {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5]},
-            {"prompt_ids": [1, 2, 3, 4, 5, 6, 7], "completion_ids": [3, 4]},  # the answer lies past the cut
-            {"prompt_ids": [1, 2], "completion_ids": [3]},  # nothing after its only anchor
-            {"prompt_ids": [1, 2, 3, 4], "completion_ids": [5, 6, 7, 8]},  # cut, still useful
-        ]
-    )
-    useful, dropped = prepare_dataset(rows, FakeTokenizer(), max_length=6)
-    assert dropped == 2
-    assert useful["input_ids"][:] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
-    assert useful["supervised"][:] == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
-
-
-def test_collator_pads_on_the_right():
-    batch = BlockCollator(62)(
-        [{"input_ids": [1, 2, 3], "supervised": [0, 1, 1]}, {"input_ids": [4], "supervised": [1]}]
-    )
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 62, 62]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["supervised"].tolist() == [[0, 1, 1], [1, 0, 0]]
-
 
 # Anchors and blocks -------------------------------------------------------------------------------------------------
 
@@ -428,85 +343,6 @@ def test_initialise_from_target():
         initialise_from_target(drafter, target, [1, 4])
 
 
-# Answers ------------------------------------------------------------------------------------------------------------
-
-SETTINGS = {"target": "Tiny", "dtype": "float32", "max_new_tokens": 8, "do_sample": False}
-PROMPTS = [{"messages": CHAT[:1]}, {"messages": CHAT}, {"prompt": "hello"}, {"prompt": "abcdefgh"}, {"prompt": "zz"}]
-
-
-def answers_of(path) -> dict:
-    return {row["key"]: row for row in list(read_jsonl(path))[1:]}
-
-
-def test_answers_are_the_targets_own(tmp_path):
-    target = make_target()
-    ids = [[5, 9, 2], [4, 4, 4, 4, 4, 1]]
-    plain = [target.generate(torch.tensor([row]), max_new_tokens=8, do_sample=False)[0].tolist() for row in ids]
-    free = answer_batch(target, ids, 62, max_new_tokens=8, do_sample=False)
-    assert free == [text[len(row) :] for text, row in zip(plain, ids, strict=True)]
-    end = free[0][3]
-    target.generation_config.eos_token_id = [end, 63]
-    first = free[0].index(end)
-    assert answer_batch(target, ids, 62, max_new_tokens=8, do_sample=False)[0] == free[0][: first + 1]
-
-
-def test_answering_resumes_after_an_interruption(tmp_path):
-    target, tokenizer = make_target(), FakeTokenizer()
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS, 2)
-    expected = answers_of(whole)
-    assert len(expected) == 5
-    first = expected[prompt_key(tokenizer.apply_chat_template(CHAT[:1], True)["input_ids"])]
-    assert first["prompt_ids"] == [61, 51, 0, 1, 59, 52] and len(first["completion_ids"]) == 8
-    # A conversation that ends with an answer is asked again without it.
-    assert [61, 51, 0, 1, 59, 52, 2, 3, 59, 51, 4, 59, 52] in [row["prompt_ids"] for row in expected.values()]
-
-    data = whole.read_bytes()
-    places = [i for i, byte in enumerate(data) if byte == 10]
-    for cut in (5, places[0] + 1, places[1] + 20, places[3] + 1, len(data) - 3):
-        broken.write_bytes(data[:cut])
-        generate, calls = target.generate, []
-
-        def counting(*args, generate=generate, calls=calls, **kwargs):
-            calls.append(kwargs["input_ids"].shape[0])
-            return generate(*args, **kwargs)
-
-        target.generate = counting
-        answer(target, tokenizer, iter(PROMPTS), str(broken), SETTINGS, 2)
-        del target.generate
-        assert answers_of(broken) == expected
-        assert sum(calls) == 5 - max(0, data[:cut].count(b"\n") - 1)
-        assert json.loads(broken.read_text().splitlines()[0]) == {"settings": SETTINGS}
-    before = whole.read_bytes()
-    answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS, 2)
-    assert whole.read_bytes() == before
-    with pytest.raises(ValueError, match="same settings to resume"):
-        answer(target, tokenizer, iter(PROMPTS), str(whole), SETTINGS | {"max_new_tokens": 9}, 2)
-
-
-def test_packed_answers_join_their_prompts(tmp_path):
-    target, tokenizer = make_target(), FakeTokenizer()
-    path, prompts = tmp_path / "answers.jsonl", tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    answer(target, tokenizer, read_jsonl(prompts), str(path), SETTINGS, 2)
-    packed = pack(str(path))
-    assert "prompt_ids" not in lzma.open(packed, "rt").read()
-    plain = load_answers(path)
-    assert load_answers(packed, tokenizer, prompts) == [
-        {"key": row["key"], "completion_ids": row["completion_ids"], "prompt_ids": row["prompt_ids"]} for row in plain
-    ]
-    rows = load_rows(packed, tokenizer, prompts_file=prompts)
-    assert tokenize_row(rows[0], tokenizer) == tokenize_row(plain[0], tokenizer)
-    with pytest.raises(ValueError, match="without their prompts"):
-        load_answers(packed, tokenizer)
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"prompt": "qqq"}) + "\n")
-    with pytest.raises(ValueError, match="none of the answers"):
-        load_answers(packed, tokenizer, other)
-    with pytest.raises(FileNotFoundError, match="no dataset file"):
-        load_rows(str(tmp_path / "nothing.jsonl"), tokenizer)
-
-
 def test_answers_of_a_chat_are_walked_one_by_one():
     assert answer_spans([0, 1, 1, 0, 0, 1, 1, 1]) == [(1, 2), (5, 7)]
     assert answer_spans([0, 0]) == []
@@ -515,5 +351,6 @@ def test_answers_of_a_chat_are_walked_one_by_one():
     ids = prompt_ids(16)[0].tolist()
     # Four answer tokens in each of two turns: three rounds of one token each, nothing for the user's turn between.
     row = {"input_ids": ids, "supervised": [0] * 2 + [1] * 4 + [0] * 6 + [1] * 4}
-    objective.accepted_lengths = lambda row: ({"base": torch.zeros(6, dtype=torch.long)}, [2, 3, 4, 12, 13, 14])
+    nothing = torch.zeros(6, dtype=torch.long)
+    objective.accepted_lengths = lambda row: ({"base": nothing, "final": nothing}, [2, 3, 4, 12, 13, 14])
     assert simulated_tau(objective, [row])["tau_base"] == 1.0

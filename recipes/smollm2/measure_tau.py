@@ -25,7 +25,8 @@ def main() -> None:
         drafter = PeftModel.from_pretrained(drafter, arguments.adapter_name_or_path).get_base_model()
     rows, _ = prepare_dataset(load_rows(arguments.answers, tokenizer), tokenizer, max_length=1024)
     result = simulated_tau(DominoObjective(drafter, target), rows)
-    print(f"{len(rows)} answers: " + ", ".join(f"{name} {value:.3f}" for name, value in result.items()))
+    tau = ", ".join(f"{name} {result[f'tau_{name}']:.3f}" for name in ("base", "final"))
+    print(f"tau over {len(rows)} answers: {tau}")
 
 
 if __name__ == "__main__":
