@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .adapter_domino import attach_adapter, settle_schedule
+from .cache_domino import StatesFormat
 from .configuration_domino import DominoConfig
 from .data_domino import first_anchors, load_rows, tokenize_row
 from .modeling_domino import DominoForSpeculation
@@ -29,8 +30,9 @@ from .trainer_domino import Curriculum
 SAMPLED_ROWS = 1000
 # fp32: gradient and AdamW's two moments, beside the weight itself.
 TRAINED_BYTES = 12
-# Tensors of the size of a logits chunk that live at once: base and final logits, their log-softmax and gradients.
-LOGITS_COPIES = 6
+# Tensors of the size of a logits chunk that live at once in stage 2, without and with the target's law in the loss;
+# peak memory on a CPU gave 5.8 and 10.8.
+LOGITS_COPIES = {False: 6, True: 11}
 
 Section = tuple[str, list[tuple[str, str]]]
 
@@ -41,6 +43,7 @@ class DataSize:
 
     Args:
         rows, tokens, supervised (int or None where unknown): usable rows, their tokens, those with a loss.
+        state_bytes (int or None): size of the target's states of these rows, if they are kept.
         held_out (int): rows of them that are kept for tau.
         note (str): where the numbers come from.
     """
@@ -48,6 +51,7 @@ class DataSize:
     rows: int | None
     tokens: int | None
     supervised: int | None
+    state_bytes: int | None
     held_out: int
     note: str
 
@@ -70,7 +74,7 @@ def dry_run(script, args, model, config: DominoConfig | None) -> list[Section]:
     drafter, target = build_on_meta(script, model, config)
     settle_schedule(drafter, args)
     processes = args.dry_run_processes or args.world_size
-    data = measure_data(script, args)
+    data = measure_data(script, args, states_format(args, drafter.config, target))
     per_epoch, total = optimizer_steps(data.train_rows, args, processes)
     curriculum = None
     if total is not None:
@@ -80,7 +84,7 @@ def dry_run(script, args, model, config: DominoConfig | None) -> list[Section]:
         ("parameters", parameter_rows(drafter)),
         ("trained", trained_rows(drafter, curriculum)),
         ("memory per device (estimate)", memory_rows(args, drafter, target, processes)),
-        ("data", data_rows(data, drafter.config)),
+        ("data", data_rows(args, data)),
         ("steps", step_rows(args, processes, per_epoch, total)),
         ("schedule", schedule_rows(args, curriculum)),
     ]
@@ -110,22 +114,32 @@ def build_on_meta(script, model, config: DominoConfig | None):
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
-def measure_data(script, args) -> DataSize:
+def states_format(args, config: DominoConfig, target) -> StatesFormat:
+    """How the target's states would be kept."""
+    own = str(target.dtype).removeprefix("torch.")
+    dtype = own if args.states_dtype == "auto" else args.states_dtype
+    return StatesFormat(config.target_name_or_path or "", "", own, config.target_layer_ids, config.hidden_size, dtype)
+
+
+def measure_data(script, args, states: StatesFormat) -> DataSize:
     """Rows and tokens of a local dataset; of one elsewhere nothing, since reading it is no matter of a second.
 
     Raises:
         FileNotFoundError: a path that looks like a file and is none.
         ValueError: rows of no known kind, or too few of them.
     """
+    unread = None
     if script.generate_answers:
-        return DataSize(None, None, None, script.eval_rows, "the target has not answered yet")
-    if not script.sources.endswith((".jsonl", ".jsonl.xz")) or script.datasets:
-        return DataSize(None, None, None, script.eval_rows, f"{script.sources} is no local file and was not read")
+        unread = "the target has not answered yet"
+    elif script.datasets or not script.sources.endswith((".jsonl", ".jsonl.xz")):
+        unread = f"{script.sources} is no local file and was not read"
+    if unread:
+        return DataSize(None, None, None, None, script.eval_rows, unread)
     tokenizer = local_tokenizer(script.target_model_name_or_path)
     rows = load_rows(script.dataset_name, tokenizer, prompts_file=script.prompts_file)
     if tokenizer is None and not {"completion_ids", "input_ids"} & set(rows.column_names):
         note = f"no tokenizer in {script.target_model_name_or_path}: tokens were not counted"
-        return DataSize(len(rows), None, None, script.eval_rows, note)
+        return DataSize(len(rows), None, None, None, script.eval_rows, note)
     sample = [
         tokenize_row(row, tokenizer, script.chat_template_kwargs)
         for row in rows.select(range(min(SAMPLED_ROWS, len(rows))))
@@ -143,8 +157,9 @@ def measure_data(script, args) -> DataSize:
         )
     tokens = round(sum(len(row["input_ids"]) for row in usable) * share)
     supervised = round(sum(sum(row["supervised"]) for row in usable) * share)
+    state_bytes = round(sum(states.row_bytes(row["supervised"]) for row in usable) * share)
     note = "all rows counted" if len(rows) == len(sample) else f"from the first {len(sample)} of {len(rows)} rows"
-    return DataSize(count, tokens, supervised, script.eval_rows, note)
+    return DataSize(count, tokens, supervised, state_bytes, script.eval_rows, note)
 
 
 def local_tokenizer(name_or_path: str):
@@ -155,15 +170,15 @@ def local_tokenizer(name_or_path: str):
     return AutoTokenizer.from_pretrained(name_or_path)
 
 
-def data_rows(data: DataSize, config: DominoConfig) -> list[tuple[str, str]]:
-    """Rows, tokens, and what keeping the target's states of them would take."""
+def data_rows(args, data: DataSize) -> list[tuple[str, str]]:
+    """Rows, tokens, and what keeping the target's states of them takes."""
     if data.rows is None:
         return [("rows", f"unknown: {data.note}")]
     rows = [("rows", f"{data.train_rows} to train on, {data.held_out} held out ({data.note})")]
     if data.tokens is not None:
-        width = (len(config.target_layer_ids) + 1) * config.hidden_size
+        place = "disk" if args.states_cache_dir else "memory" if args.keep_states else "memory or disk, if kept"
         rows.append(("tokens", f"{data.tokens}, {data.supervised} of them supervised"))
-        rows.append(("target states of all rows, if kept (bf16)", gib(data.tokens * width * 2)))
+        rows.append(("target states of all rows", f"{gib(data.state_bytes)} of {place}"))
     return rows
 
 
@@ -201,13 +216,17 @@ def parameter_rows(drafter: DominoForSpeculation) -> list[tuple[str, str]]:
 def trained_rows(drafter: DominoForSpeculation, curriculum: Curriculum | None) -> list[tuple[str, str]]:
     """Parts with a gradient, stage by stage, as `requires_grad` tells."""
     later = parts(drafter)
-    head = {id(p) for module in drafter.head_modules() for p in module.parameters()}
-    first = parts(drafter, without=head)
+    first = parts(drafter, without=head_ids(drafter))
     if curriculum is None:
         return [("stage 1", first), ("stage 2", later)]
     switch, total = curriculum.stage1_steps, curriculum.total_steps
     rows = [("stage 1", f"steps 1 to {switch}: {first}" if switch else "none: the head is free from the first step")]
     return [*rows, ("stage 2", f"steps {switch + 1} to {total}: {later}" if switch < total else "none")]
+
+
+def head_ids(drafter: DominoForSpeculation) -> set[int]:
+    """Which parameter objects are the head's."""
+    return {id(p) for module in drafter.head_modules() for p in module.parameters()}
 
 
 def parts(drafter: DominoForSpeculation, without: set[int] = frozenset()) -> str:
@@ -225,6 +244,9 @@ def memory_rows(args, drafter: DominoForSpeculation, target, processes: int) -> 
     trained = count(p for p in drafter.parameters() if p.requires_grad)
     text = target.config.get_text_config(decoder=True)
     positions = args.per_device_train_batch_size * args.max_length
+    head = head_ids(drafter)
+    # A frozen backbone keeps nothing: neither its weights nor its inputs want a gradient.
+    backbone_trains = any(p.requires_grad and id(p) not in head for p in drafter.parameters())
     sizes = {
         f"target weights ({str(target.dtype).removeprefix('torch.')})": count(target.parameters())
         * target.dtype.itemsize,
@@ -234,7 +256,7 @@ def memory_rows(args, drafter: DominoForSpeculation, target, processes: int) -> 
         "target states of a batch": positions
         * target.dtype.itemsize
         * ((len(drafter.config.target_layer_ids) + 3) * text.hidden_size + 3 * drafter.config.intermediate_size),
-        "drafter activations": activation_bytes(args, drafter.config),
+        "drafter activations": activation_bytes(args, drafter.config) if backbone_trains else 0,
         "logits": logits_bytes(args, drafter.config, text.vocab_size),
     }
     if processes > 1:
@@ -289,7 +311,7 @@ def logits_bytes(args, config: DominoConfig, vocab_size: int) -> int:
     tokens = args.per_device_train_batch_size * args.num_anchors * config.num_drafts
     tokens = min(tokens, max(args.logits_chunk_size, config.num_drafts))
     ids = min(vocab_size, args.vocab_sample_size * 5 // 4) if args.vocab_sample_size else vocab_size
-    return 4 * LOGITS_COPIES * tokens * ids
+    return 4 * LOGITS_COPIES[args.draft_loss().needs_teacher] * tokens * ids
 
 
 # Steps --------------------------------------------------------------------------------------------------------------
@@ -328,7 +350,8 @@ def schedule_rows(args, curriculum: Curriculum | None) -> list[tuple[str, str]]:
         return [("stage switch", f"after {args.stage1_ratio:.0%} of the steps")]
     total, switch = curriculum.total_steps, curriculum.stage1_steps
     steps = sorted({0, switch, *(round(share * (total - 1)) for share in (0.25, 0.5, 0.75, 1))} & set(range(total)))
-    rows = [("stage switch", f"before step {switch + 1}" if 0 < switch < total else "none")]
+    latest = " at the latest" if args.stage_switch == "adaptive" else ""
+    rows = [("stage switch", f"before step {switch + 1}{latest}" if 0 < switch < total else "none")]
     for step in steps:
         value = f"lambda {curriculum.lam(step):.3f}, head's learning rate x {curriculum.head_factor(step):.2f}"
         rows.append((f"step {step + 1}", value))

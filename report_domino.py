@@ -25,8 +25,8 @@ COLOURS = {"base": "tab:blue", "final": "tab:orange"}
 # Options that say where a run was and not what it was, or that nobody else may read.
 UNTOLD = {"output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "resume_from_checkpoint"}
 UNTOLD |= {"target_model_name_or_path", "model_name_or_path", "dataset_name", "prompts_file", "disable_tqdm"}
-# Set by the library itself on a CPU.
-UNTOLD |= {"dataloader_pin_memory"}
+# Set by the library itself: on a CPU, and with an evaluation strategy.
+UNTOLD |= {"dataloader_pin_memory", "do_eval"}
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets")
 
 
@@ -173,7 +173,8 @@ class RunFacts:
 def command_line(arguments: list[str], processes: int) -> str:
     """The command of this run, secrets left out."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ
-    words = ["accelerate", "launch"] if launched else ["python"]
+    plain = ["torchrun", "--nproc_per_node", str(processes)] if processes > 1 else ["python"]
+    words = ["accelerate", "launch"] if launched else plain
     if launched and os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true":
         words.append("--cpu")
     if launched and processes > 1:

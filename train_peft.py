@@ -277,14 +277,21 @@ def run_facts(script, args, model, arguments: list[str] | None, train, held_out)
 
 
 def save_result(trainer: DominoTrainer, tokenizer) -> None:
-    """The drafter in bf16 or its adapter, what there is to look at, and all of it on the Hub if asked for."""
+    """The drafter in bf16 or its adapter, what there is to look at, and all of it on the Hub if asked for.
+
+    Called by all processes, which may each hold a shard.
+    """
     directory = trainer.args.output_dir
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    if not trainer.is_world_process_zero():
+        return
     if trainer.adapter is None:
         drafter = DominoForSpeculation(trainer.objective.config)
-        drafter.load_state_dict(trainer.raw_state_dict())
+        drafter.load_state_dict(trainer.raw_state_dict(state))
+        drafter.generation_config = trainer.objective.drafter.generation_config
         drafter.to(torch.bfloat16).save_pretrained(directory)
     else:
-        save_adapter(trainer.adapter, directory, trainer.raw_state_dict())
+        save_adapter(trainer.adapter, directory, trainer.raw_state_dict(state))
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
     write_plots(directory, trainer.curve, trainer.curriculum.stage1_steps)
@@ -307,8 +314,8 @@ def push_result(trainer: DominoTrainer) -> None:
     )
 
 
-def train(arguments: list[str] | None = None) -> DominoTrainer:
-    """The run itself; bad input raises before anything is written."""
+def train(arguments: list[str] | None = None) -> DominoTrainer | None:
+    """The run itself, or with --dry_run its plan; bad input raises before anything is written."""
     parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, DrafterModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
     if not script.target_model_name_or_path:
@@ -320,13 +327,13 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
     if args.dry_run:
         if args.process_index == 0:
             show(dry_run(script, args, model, config))
-        return
+        return None
     target, tokenizer = load_target(script, args, model)
     train, held_out = load_data(script, args, tokenizer, target)
     torch.manual_seed(args.seed)
     drafter, adapter = build_drafter(script, model, config, target)
     if args.should_log:
-        supervised = sum(sum(row) for row in train["supervised"])
+        supervised = sum(map(sum, train["supervised"]))
         size = sum(p.numel() for p in drafter.parameters())
         print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
         if adapter is not None:
@@ -349,8 +356,7 @@ def train(arguments: list[str] | None = None) -> DominoTrainer:
         metrics = trainer.evaluate()
         if args.should_log:
             print(metrics)
-    if trainer.is_world_process_zero():
-        save_result(trainer, tokenizer)
+    save_result(trainer, tokenizer)
     return trainer
 
 

@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -265,10 +266,6 @@ class DominoTrainer(Trainer):
         # `compute_loss` divides by the weight of all labels of the step itself.
         self.model_accepts_loss_kwargs = True
         self.objective, self.scale, self.adapter = objective, scale, adapter
-        inside = {id(p) for module in objective.drafter.head_modules() for p in module.parameters()}
-        trained = [p for p in objective.drafter.parameters() if p.requires_grad]
-        self.head = [p for p in trained if id(p) in inside]
-        self.backbone = [p for p in trained if id(p) not in inside]
         settle_schedule(objective.drafter, args)
         self.curriculum: Curriculum | None = None
         self.plateau = Plateau(args.stage_switch_patience) if args.stage_switch == "adaptive" else None
@@ -284,10 +281,16 @@ class DominoTrainer(Trainer):
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """AdamW with a group for the backbone and one for the head, which has a learning rate of its own."""
         if self.optimizer is None:
-            args = self.args
+            args, drafter = self.args, self.objective.drafter
+            head = [p for module in drafter.head_modules() for p in module.parameters()]
+            inside = {id(p) for p in head}
+            backbone = [p for p in drafter.parameters() if id(p) not in inside]
             rate = args.learning_rate if args.head_learning_rate is None else args.head_learning_rate
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(args, self.objective)
-            groups = [{"params": self.backbone, "lr": args.learning_rate}, {"params": self.head, "lr": rate}]
+            groups = [
+                {"params": [p for p in part if p.requires_grad], "lr": part_rate}
+                for part, part_rate in ((backbone, args.learning_rate), (head, rate))
+            ]
             self.optimizer = optimizer_class(groups, weight_decay=args.weight_decay, **options)
         return self.optimizer
 
@@ -319,8 +322,9 @@ class DominoTrainer(Trainer):
 
         It stays trainable for autograd: processes that share gradients agree on the set of parameters only once.
         """
-        for parameter in self.head:
-            parameter.grad = None
+        for module in self.objective.drafter.head_modules():
+            for parameter in module.parameters():
+                parameter.grad = None
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device):
         """The batches of one optimizer step with their anchors, and the weight of all their labels everywhere."""
@@ -389,9 +393,7 @@ class DominoTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """tau from simulated rounds on the held-out rows, which the processes share among them."""
         self.objective.eval()
-        rows = eval_dataset if eval_dataset is not None else self.eval_dataset
-        mine = range(self.args.process_index, len(rows), self.args.world_size)
-        walks = gather_object([walk(self.objective, rows[i]) for i in mine])
+        walks = self.walk_held_out(eval_dataset if eval_dataset is not None else self.eval_dataset)
         metrics = tau_of_walks(walks, self.objective.config.num_drafts)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.objective.train()
@@ -399,13 +401,22 @@ class DominoTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def walk_held_out(self, rows) -> list:
+        """Walks of all rows, each by one process; a drafter in shards is walked by all processes in step."""
+        if self.accelerator.is_fsdp2:
+            # Shards come together only for calls they know of.
+            register_fsdp_forward_method(self.objective, "accepted_lengths")
+            return [walk(self.objective, row) for row in rows]
+        mine = range(self.args.process_index, len(rows), self.args.world_size)
+        return gather_object([walk(self.objective, rows[i]) for i in mine])
+
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """As the library's; True goes on from the last checkpoint that is whole, or starts where there is none.
 
         Raises:
-            ValueError: a checkpoint whose writing was cut off.
+            ValueError: a checkpoint whose writing was cut off, or a run in shards that is to be resumed.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -415,6 +426,11 @@ class DominoTrainer(Trainer):
             raise ValueError(
                 f"'{resume_from_checkpoint}' is not a whole checkpoint of this trainer; "
                 "use --resume_from_checkpoint True for the last whole one."
+            )
+        if resume_from_checkpoint and self.is_fsdp_enabled:
+            raise ValueError(
+                f"resuming '{resume_from_checkpoint}' in shards (FSDP) is not supported; "
+                "resume it under recipes/accelerate/ddp.yaml."
             )
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -445,14 +461,21 @@ class DominoTrainer(Trainer):
         state = self.objective.state_dict() if state_dict is None else state_dict
         state = {name.removeprefix("drafter."): tensor for name, tensor in state.items()}
         if self.scale is not None:
-            scaled = next(n for n, p in self.objective.drafter.named_parameters() if p is self.scale.fc.weight)
-            state[scaled] = self.scale.raw(state[scaled])
+            state[self.scaled_name] = self.scale.raw(state[self.scaled_name])
         return state
+
+    @property
+    def scaled_name(self) -> str:
+        """The drafter's name of the weight that is held for scaled features."""
+        weight = self.scale.fc.weight
+        return next(name for name, p in self.objective.drafter.named_parameters() if p is weight)
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         """A drafter directory that loads anywhere, beside the Trainer's own state."""
         output_dir = output_dir or self.args.output_dir
-        raw = self.raw_state_dict(state_dict)
+        # Of a sharded run the library gives the whole weights.
+        trained = self.objective.state_dict() if state_dict is None else state_dict
+        raw = self.raw_state_dict(trained)
         if self.adapter is None:
             self.objective.drafter.save_pretrained(output_dir, state_dict=raw)
         else:
@@ -469,7 +492,7 @@ class DominoTrainer(Trainer):
         if self.scale is not None:
             # Folding rounds: a resumed run goes on from the very weights that were trained.
             state["feature_scale"] = self.scale.scale.cpu()
-            state["scaled_fc"] = self.scale.fc.weight.detach().cpu()
+            state["scaled_fc"] = trained[f"drafter.{self.scaled_name}"].detach().cpu()
         safetensors.torch.save_file(state, os.path.join(output_dir, TRAINER_EXTRAS))
 
     def write_curve(self, output_dir: str) -> None:

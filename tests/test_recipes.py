@@ -16,15 +16,16 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from conftest import MASK_ID, make_drafter, make_target, save_target
+from conftest import MASK_ID, batch_of, make_drafter, make_target, prompt_ids, save_target
 from datasets import Dataset
 from domino_spec import DominoForSpeculation, dry_run_domino
 from domino_spec.dry_run_domino import activation_bytes, build_on_meta, dry_run, gib, optimizer_steps, show
 from domino_spec.objective_domino import DominoObjective
 from domino_spec.train_peft import DominoScriptArguments, drafter_config
 from domino_spec.train_peft import main as train_main
-from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
+from domino_spec.trainer_domino import COMPLETE, DominoTrainer, DominoTrainingConfig
 from rich.console import Console
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig, TrlParser
@@ -202,6 +203,11 @@ def test_dry_run_prints_and_writes_nothing(tiny_call, tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["rows.jsonl", "target"]
 
 
+def test_an_adaptive_switch_has_a_latest_step(tiny_call):
+    schedule = plan(*tiny_call, "--max_steps", "100", "--stage_switch", "adaptive")["schedule"]
+    assert schedule["stage switch"] == "before step 51 at the latest"
+
+
 def test_trained_parts_follow_requires_grad(tiny_call):
     script, args, model = parse(*tiny_call, "--max_steps", "10", "--stage1_ratio", "0.5")
     drafter, _ = build_on_meta(script, model, drafter_config(script, model))
@@ -260,7 +266,10 @@ def test_data_is_counted_as_a_run_would_use_it(tmp_path, tiny_call, monkeypatch)
     data = plan(*tiny_call, "--max_length", "10")["data"]
     assert data["rows"] == "88 to train on, 32 held out (all rows counted)"
     assert data["tokens"] == "1200, 720 of them supervised"
-    assert data["target states of all rows, if kept (bf16)"] == gib(1200 * 3 * 32 * 2)
+    # Of ten positions nine are tapped twice, and six give the law of a supervised token; width 32, fp32.
+    assert data["target states of all rows"] == f"{gib(120 * (9 * 2 + 6) * 32 * 4)} of memory or disk, if kept"
+    kept = plan(*tiny_call, "--max_length", "10", "--states_cache_dir", str(tmp_path), "--states_dtype", "bfloat16")
+    assert kept["data"]["target states of all rows"] == f"{gib(120 * (9 * 2 + 6) * 32 * 2)} of disk"
     monkeypatch.setattr(dry_run_domino, "SAMPLED_ROWS", 11)
     data = plan(*tiny_call, "--max_length", "10")["data"]
     assert data["rows"] == "89 to train on, 32 held out (from the first 11 of 121 rows)"
@@ -347,6 +356,21 @@ def test_activation_estimate_is_what_a_forward_keeps(tmp_path):
     assert activation_bytes(saving, deep) < activation_bytes(args, deep) / 2
 
 
+def test_a_frozen_backbone_keeps_no_activations(tiny_call):
+    script, args, model = parse(*tiny_call)
+    drafter, target = build_on_meta(script, model, drafter_config(script, model))
+    memory = dict(dry_run_domino.memory_rows(args, drafter, target, 1))
+    assert memory["drafter activations"] == gib(activation_bytes(args, drafter.config)) != gib(0)
+    assert "gradient buckets of DDP" not in memory
+    drafter.requires_grad_(False)
+    drafter.embed_proj.requires_grad_(True)
+    memory = dict(dry_run_domino.memory_rows(args, drafter, target, 2))
+    trained = sum(p.numel() for p in drafter.embed_proj.parameters())
+    assert memory["drafter activations"] == gib(0)
+    assert memory["gradients and AdamW states (fp32)"] == gib(12 * trained)
+    assert memory["gradient buckets of DDP"] == gib(4 * trained)
+
+
 def test_logits_estimate_is_bounded_by_the_chunk(tmp_path, tiny_call):
     memory = [
         plan(*tiny_call, "--num_anchors", str(anchors))["memory per device (estimate)"]["logits"]
@@ -354,6 +378,8 @@ def test_logits_estimate_is_bounded_by_the_chunk(tmp_path, tiny_call):
     ]
     # 1024 tokens at a time, 64 ids, 4 bytes, six copies.
     assert memory == [gib(6 * 64 * 4 * tokens) for tokens in (384, 1024, 1024)]
+    taught = plan(*tiny_call, "--num_anchors", "64", "--kl_weight", "0.5")["memory per device (estimate)"]
+    assert taught["logits"] == gib(11 * 64 * 4 * 384)
 
 
 def test_tables_on_a_terminal_and_lines_elsewhere():
@@ -446,6 +472,46 @@ def test_fsdp_plugin_shards_the_draft_layers(monkeypatch, launched):
     plugin.set_auto_wrap_policy(DominoObjective(drafter, make_target()))
     wrapped = [name for name, module in drafter.named_modules() if plugin.auto_wrap_policy(module, False, 0)]
     assert wrapped == ["layers.0", "layers.1"]
+
+
+def sharded_worker(rank: int, store: str) -> None:
+    """One of two processes: gradients and evaluation in shards equal those of the whole drafter."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    target = make_target().requires_grad_(False)
+    rows = [{"input_ids": prompt_ids(30, seed=i)[0].tolist(), "supervised": [0] * 4 + [1] * 26} for i in range(2)]
+    anchors = torch.tensor([[5, 9, 14, 20]])
+    for lam in (1.0, 0.4):
+        whole = DominoObjective(make_drafter(target), target, logits_chunk_size=12)
+        for row in rows:
+            (whole(**batch_of(row), anchors=anchors, lam=lam)["loss"] / 2).backward()
+        sharded = DominoObjective(make_drafter(target), target, logits_chunk_size=12)
+        for layer in sharded.drafter.layers:
+            fully_shard(layer)
+        fully_shard(sharded)
+        sharded(**batch_of(rows[rank]), anchors=anchors, lam=lam)["loss"].backward()
+        for (name, p), q in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+            assert q.to_local().shape != p.shape, name
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-6, msg=name)
+    register_fsdp_forward_method(sharded, "accepted_lengths")
+    expected, found = whole.accepted_lengths(rows[0]), sharded.accepted_lengths(rows[0])
+    assert all(torch.equal(expected[0][name], found[0][name]) for name in ("base", "final"))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_shards_on_two_cpu_processes_give_the_whole_drafters_gradients(tmp_path):
+    torch.multiprocessing.spawn(sharded_worker, (str(tmp_path / "store"),), nprocs=2)
+
+
+def test_resuming_in_shards_is_refused(tmp_path):
+    args = DominoTrainingConfig(output_dir=str(tmp_path), use_cpu=True)
+    target = make_target()
+    trainer = DominoTrainer(DominoObjective(make_drafter(target), target), args, None)
+    trainer.is_fsdp_enabled = True
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / COMPLETE).touch()
+    with pytest.raises(ValueError, match="checkpoint-3' in shards .FSDP. is not supported"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 def test_deepspeed_environment(launched):

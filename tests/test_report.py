@@ -233,6 +233,7 @@ def test_command_line_hides_secrets(monkeypatch):
     words = ["--output_dir", "a b", "--hub_token", "hf_secret", "--hub_token=hf_other", "--max_steps", "3"]
     line = command_line(words, 1)
     assert line == "python train_peft.py --output_dir 'a b' --hub_token HIDDEN --hub_token=HIDDEN --max_steps 3"
+    assert command_line([], 2) == "torchrun --nproc_per_node 2 train_peft.py"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert command_line([], 2) == "accelerate launch --cpu --num_processes 2 train_peft.py"
@@ -261,7 +262,8 @@ def test_hardware_names_the_processor():
 
 
 def test_a_finished_run_leaves_plots_and_a_card_whose_code_runs(tmp_path, capsys):
-    target = save_target(tmp_path / "tiny-target")
+    save_target(tmp_path / "tiny-target")
+    target = make_target()
     rows = tmp_path / "answers.jsonl"
     ids = [target.generate(prompt_ids(5, seed=i), max_new_tokens=20, do_sample=False)[0].tolist() for i in range(6)]
     lines = [{"settings": {"max_new_tokens": 20, "do_sample": False}}]

@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-runs/adapt}
-STEPS=${STEPS:-100}
+STEPS=${STEPS:-60}
 SCOPES=${SCOPES:-head all}
 mkdir -p "$OUT"
 TARGET=$(python -m domino_spec.smollm2_target)
