@@ -18,6 +18,7 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .adapter_domino import attach_adapter, settle_schedule
 from .cache_domino import StatesFormat
 from .configuration_domino import DominoConfig
 from .data_domino import first_anchors, load_rows, tokenize_row
@@ -71,6 +72,7 @@ def dry_run(script, args, model, config: DominoConfig | None) -> list[Section]:
         ValueError: whatever the run itself would raise for these arguments.
     """
     drafter, target = build_on_meta(script, model, config)
+    settle_schedule(drafter, args)
     processes = args.dry_run_processes or args.world_size
     data = measure_data(script, args, states_format(args, drafter.config, target))
     per_epoch, total = optimizer_steps(data.train_rows, args, processes)
@@ -101,6 +103,8 @@ def build_on_meta(script, model, config: DominoConfig | None):
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(target_config, dtype=dtype or torch.float32)
         drafter = DominoForSpeculation(config)
+    if model.use_peft:
+        attach_adapter(drafter, model)
     drafter.check_target(target)
     if script.init_layers_from_target:
         check_source_layers(drafter, target, script.init_layers_from_target)

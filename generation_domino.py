@@ -500,6 +500,14 @@ def _is_drafter(model) -> bool:
     return getattr(model, "is_domino_drafter", False) is True
 
 
+def _unwrap(model) -> None:
+    """Give the drafter what was set on a wrapper around it, such as PEFT's, which only hands reading on."""
+    drafter = getattr(model.speculative_decode, "__self__", model)
+    if drafter is not model:
+        for name in {"generation_config", "last_speculation"} & set(vars(model)):
+            setattr(drafter, name, vars(model).pop(name))
+
+
 def _is_ours(method) -> bool:
     """Whether a wrapper is this code's: it carries itself as a mark, which a wrapper around it copies unchanged."""
     return getattr(method, _MARK, None) is method
@@ -518,6 +526,7 @@ def install_dispatch() -> None:
         @functools.wraps(plain_loop)
         def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
             if _is_drafter(assistant_model):
+                _unwrap(assistant_model)
                 return assistant_model.speculative_decode(self, input_ids, *args, **kwargs)
             return plain_loop(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 

@@ -452,22 +452,28 @@ class DominoForSpeculation(DominoPreTrainedModel):
     def _encode_step(self, embeds, state):
         """One step of the causal encoder, `[b, 1, H]` -> `[b, 1, S]`; the GRU by its cell, which packs nothing."""
         encoder = self.causal_encoder
-        if type(encoder) is not nn.GRU:
+        if self.config.causal_encoder != "gru":
             return encoder(embeds, state)
         if state is None:
-            state = embeds.new_zeros(embeds.shape[0], encoder.hidden_size)
-        state = torch.gru_cell(embeds[:, 0], state, encoder.weight_ih_l0, encoder.weight_hh_l0)
-        return state[:, None], state
+            weights = gru_weights(encoder)
+            state = (embeds.new_zeros(embeds.shape[0], weights[1].shape[1]), *weights)
+        hidden = torch.gru_cell(embeds[:, 0], *state)  # [b, S]
+        return hidden[:, None], (hidden, *state[1:])
 
     def _corrected(self, logits, state, encoded, pool: int):
         """Corrected logits `[b, V]` of one draft; with a pool only its `pool` best base ids stand."""
-        up = self.embed_proj[2]
-        if not pool or pool >= logits.shape[-1] or type(up) is not nn.Linear:
+        if not pool or pool >= logits.shape[-1]:
             return add_correction(logits, self.correction(state, encoded))
-        hidden = self.embed_proj[1](self.embed_proj[0](torch.cat([state, encoded], dim=-1)))  # [b, r]
+        down, activation, up = self.embed_proj
+        hidden = activation(down(torch.cat([state, encoded], dim=-1)))  # [b, r]
         base, ids = logits.topk(pool, dim=-1)  # [b, K]
-        known = ids.clamp(max=up.weight.shape[0] - 1)
-        corrections = torch.bmm(up.weight[known], hidden[:, :, None])[:, :, 0].to(base) * (known == ids)
+        known = ids.clamp(max=self.config.vocab_size - 1)
+        if type(up) is nn.Linear:
+            corrections = torch.bmm(up.weight[known], hidden[:, :, None])[:, :, 0]
+        else:
+            # With an adapter around it the layer applies more than its weight.
+            corrections = up(hidden).gather(1, known)
+        corrections = corrections.to(base) * (known == ids)
         # The others fall out of reach, not to -inf: a processor may forbid the whole pool.
         return (logits - OUT_OF_POOL).scatter(1, ids, base + corrections)
 
@@ -504,7 +510,10 @@ class DominoForSpeculation(DominoPreTrainedModel):
             )
         name = public_name(getattr(target.config, "_name_or_path", None))
         known = public_name(config.target_name_or_path)
-        if known and name and name.split("/")[-1] != known.split("/")[-1] and name not in self._warned_targets:
+        # An adapter is there to serve another target than the one its base was trained for.
+        adapted = bool(getattr(self, "peft_config", None))
+        other = known and name and name.split("/")[-1] != known.split("/")[-1]
+        if other and not adapted and name not in self._warned_targets:
             self._warned_targets.add(name)
             warnings.warn(
                 f"this drafter was trained for '{known}' and drafts for '{name}': the text stays exact, but fewer "
@@ -574,6 +583,34 @@ class DominoForSpeculation(DominoPreTrainedModel):
                 if place.is_dir():
                     raise OSError(f"'{place / 'generation_config.json'}' cannot be read: {error}") from error
         return loaded
+
+
+def gru_weights(encoder: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and recurrent weights `[3S, H]` and `[3S, S]` of a GRU as its forward applies them.
+
+    PEFT wraps a layer around the GRU for each adapted parameter; the bare parameters leave out an unmerged adapter.
+    """
+    wrappers = []
+    while hasattr(encoder, "parameter_name"):
+        wrappers.append(encoder)
+        encoder = encoder.base_layer
+    weights = {"weight_ih_l0": encoder.weight_ih_l0, "weight_hh_l0": encoder.weight_hh_l0}
+    for wrapper in wrappers:
+        # +1 where an adapter is wanted and not merged in, -1 where one is merged in and switched off.
+        sign = int(not wrapper.disable_adapters) - int(wrapper.merged)
+        for name in wrapper.merged_adapters if wrapper.merged else wrapper.active_adapters:
+            if sign and name in wrapper.lora_A:
+                weights[wrapper.parameter_name] = weights[wrapper.parameter_name] + sign * wrapper.get_delta_weight(
+                    name
+                )
+    return weights["weight_ih_l0"], weights["weight_hh_l0"]
+
+
+def linear_at(layer: nn.Module, inputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`layer(inputs)[..., ids]`; of a bare linear layer without bias only those outputs are worked out."""
+    if type(layer) is nn.Linear:
+        return F.linear(inputs, layer.weight[ids])
+    return layer(inputs)[..., ids]
 
 
 def add_correction(logits: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .data_domino import block_attention_mask, first_anchors, flex_block_mask
 from .generation_domino import decoder_layers, tapped_states
 from .losses_domino import DraftLoss, chunked_sum
-from .modeling_domino import DominoForSpeculation, add_correction, embed_tokens, target_logits
+from .modeling_domino import DominoForSpeculation, add_correction, embed_tokens, linear_at, target_logits
 
 BLOCK_ATTENTION = ("auto", "dense", "flex")
 
@@ -200,7 +199,7 @@ class DominoObjective(nn.Module):
             return self.drafter.correction(states, encoded)
         down, activation, up = self.drafter.embed_proj
         hidden = activation(down(torch.cat([states, encoded], dim=-1)))
-        return F.linear(hidden, up.weight[ids]).float()
+        return linear_at(up, hidden, ids).float()
 
     def label_weight(self, input_ids, supervised, anchors, kept) -> torch.Tensor:
         """Sum of the places' weights over all labels of these blocks: what a step's loss is divided by."""

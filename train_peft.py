@@ -7,6 +7,9 @@
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
     # both at once, the answers in OUTPUT_DIR/answers.jsonl: --dataset_name prompts.jsonl --generate_answers
     # continue from an existing drafter: --model_name_or_path DRAFTER
+    # adapt an existing drafter to a target that has drifted from it, by LoRA on its head:
+    accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
+        --output_dir runs/adapter --model_name_or_path DRAFTER --use_peft
     # check a run and print its sizes without loading anything: --dry_run
     python train_peft.py --config recipes/qwen3-8b.yaml --dry_run --dry_run_processes 8
 
@@ -19,10 +22,19 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+import huggingface_hub
 import torch
 from accelerate import PartialState
 from datasets import concatenate_datasets
 from domino_spec import DominoConfig, DominoForSpeculation
+from domino_spec.adapter_domino import (
+    DrafterModelConfig,
+    attach_adapter,
+    check_options,
+    describe_training,
+    feature_layer,
+    save_adapter,
+)
 from domino_spec.answer_prompts import AnswerOptions, answer, part_files
 from domino_spec.cache_domino import prepare_states
 from domino_spec.data_domino import (
@@ -38,7 +50,7 @@ from domino_spec.objective_domino import DominoObjective, FeatureScale, initiali
 from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.scripts.utils import DatasetConfig
 
 
@@ -95,7 +107,7 @@ class DominoScriptArguments(ScriptArguments, DatasetMixtureConfig, AnswerOptions
         return os.path.join(args.output_dir, f"answers{suffix}.jsonl")
 
 
-def drafter_config(script: DominoScriptArguments, model: ModelConfig) -> DominoConfig | None:
+def drafter_config(script: DominoScriptArguments, model: DrafterModelConfig) -> DominoConfig | None:
     """Config of a new drafter, from the target's config alone; None where an existing drafter goes on.
 
     Raises:
@@ -115,16 +127,19 @@ def drafter_config(script: DominoScriptArguments, model: ModelConfig) -> DominoC
     return None
 
 
-def build_drafter(script: DominoScriptArguments, model: ModelConfig, config, target) -> DominoForSpeculation:
-    """An existing drafter, or a new one for the target."""
+def build_drafter(script: DominoScriptArguments, model: DrafterModelConfig, config, target):
+    """An existing drafter or a new one for the target, and the adapter around it (None without --use_peft)."""
     if config is None:
-        drafter = DominoForSpeculation.from_pretrained(model.model_name_or_path, dtype=torch.float32)
+        drafter = DominoForSpeculation.from_pretrained(
+            model.model_name_or_path, revision=model.model_revision, dtype=torch.float32
+        )
     else:
         drafter = DominoForSpeculation(config)
+    adapter = attach_adapter(drafter, model) if model.use_peft else None
     drafter.to(target.device).check_target(target)
     if script.init_layers_from_target:
         initialise_from_target(drafter, target, script.init_layers_from_target)
-    return drafter
+    return drafter, adapter
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -135,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"train_peft.py: {error}")
 
 
-def load_target(script: DominoScriptArguments, args: DominoTrainingConfig, model: ModelConfig):
+def load_target(script: DominoScriptArguments, args: DominoTrainingConfig, model: DrafterModelConfig):
     """The frozen target on the training device, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(script.target_model_name_or_path)
     dtype = getattr(torch, model.dtype) if model.dtype not in (None, "auto") else "auto"
@@ -235,13 +250,15 @@ def build_objective(args: DominoTrainingConfig, drafter, target, train, held_out
 
 
 def measure_scale(args: DominoTrainingConfig, drafter, target, train, collator) -> FeatureScale | None:
-    """The feature scale over the first rows, attached."""
-    if not args.scale_features:
+    """The feature scale over the first rows, attached to what reads the features and trains; None without that."""
+    layer = feature_layer(drafter)
+    if not args.scale_features or layer is None:
         return None
     sample = [collator([train[i]]) for i in range(min(16, len(train)))]
     scale = FeatureScale.measure(
         drafter, target, [{k: v.to(args.device) for k, v in batch.items()} for batch in sample]
     )
+    scale.fc = layer
     scale.attach()
     return scale
 
@@ -260,38 +277,59 @@ def run_facts(script, args, model, arguments: list[str] | None, train, held_out)
         supervised=sum(map(sum, train["supervised"])),
         held_out=len(held_out or ()),
         settings=answers_settings(answered),
+        adapter=model.use_peft,
         command=command_line(sys.argv[1:] if arguments is None else arguments, args.world_size),
         changed=changed_options(script) | changed_options(args) | changed_options(model),
     )
 
 
 def save_result(trainer: DominoTrainer, tokenizer) -> None:
-    """The drafter in bf16, and what there is to look at; called by all processes, which may each hold a shard."""
+    """The drafter in bf16 or its adapter, what there is to look at, and all of it on the Hub if asked for.
+
+    Called by all processes, which may each hold a shard.
+    """
     directory = trainer.args.output_dir
     state = trainer.accelerator.get_state_dict(trainer.model)
     if not trainer.is_world_process_zero():
         return
-    drafter = DominoForSpeculation(trainer.objective.config)
-    drafter.load_state_dict(trainer.raw_state_dict(state))
-    drafter.generation_config = trainer.objective.drafter.generation_config
-    drafter.to(torch.bfloat16).save_pretrained(directory)
+    if trainer.adapter is None:
+        drafter = DominoForSpeculation(trainer.objective.config)
+        drafter.load_state_dict(trainer.raw_state_dict(state))
+        drafter.generation_config = trainer.objective.drafter.generation_config
+        drafter.to(torch.bfloat16).save_pretrained(directory)
+    else:
+        save_adapter(trainer.adapter, directory, trainer.raw_state_dict(state))
     tokenizer.save_pretrained(directory)
     trainer.write_curve(directory)
     write_plots(directory, trainer.curve, trainer.curriculum.stage1_steps)
     trainer.create_model_card()
-    print(f"drafter saved to {directory}")
+    print(f"{'drafter' if trainer.adapter is None else 'adapter'} saved to {directory}")
+    if trainer.args.push_to_hub:
+        push_result(trainer)
+
+
+def push_result(trainer: DominoTrainer) -> None:
+    """Upload the output directory as it is; the Trainer's own push would save over it first."""
+    args = trainer.args
+    huggingface_hub.upload_folder(
+        repo_id=trainer.hub_model_id,
+        folder_path=args.output_dir,
+        commit_message="End of training",
+        token=args.hub_token,
+        revision=args.hub_revision,
+        ignore_patterns=["_*", "checkpoint-*"],
+    )
 
 
 def train(arguments: list[str] | None = None) -> DominoTrainer | None:
     """The run itself, or with --dry_run its plan; bad input raises before anything is written."""
-    parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, ModelConfig))
+    parser = TrlParser((DominoScriptArguments, DominoTrainingConfig, DrafterModelConfig))
     script, args, model = parser.parse_args_and_config(arguments)
     if not script.target_model_name_or_path:
         raise ValueError("--target_model_name_or_path is missing.")
     if not script.dataset_name and not script.datasets:
         raise ValueError("--dataset_name is missing, and so is a mixture (`datasets` in a --config file).")
-    if model.use_peft:
-        raise ValueError("--use_peft is not there yet; go on from a drafter with --model_name_or_path instead.")
+    check_options(model)
     config = drafter_config(script, model)
     if args.dry_run:
         if args.process_index == 0:
@@ -300,17 +338,20 @@ def train(arguments: list[str] | None = None) -> DominoTrainer | None:
     target, tokenizer = load_target(script, args, model)
     train, held_out = load_data(script, args, tokenizer, target)
     torch.manual_seed(args.seed)
-    drafter = build_drafter(script, model, config, target)
+    drafter, adapter = build_drafter(script, model, config, target)
     if args.should_log:
         supervised = sum(map(sum, train["supervised"]))
         size = sum(p.numel() for p in drafter.parameters())
         print(f"{len(train)} rows, {supervised} supervised tokens; drafter of {size / 1e6:.1f} M parameters")
+        if adapter is not None:
+            print(describe_training(drafter))
     collator = BlockCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     scale = measure_scale(args, drafter, target, train, collator)
     trainer = DominoTrainer(
         build_objective(args, drafter, target, train, held_out),
         args,
         scale,
+        adapter,
         train_dataset=train,
         eval_dataset=held_out,
         data_collator=collator,

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 import safetensors.torch
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from .adapter_domino import load_adapter, save_adapter, settle_schedule
 from .data_domino import first_anchors, sample_anchors
 from .losses_domino import POSITION_WEIGHTS, DraftLoss
 from .modeling_domino import DominoForSpeculation
@@ -243,16 +245,28 @@ def last_complete_checkpoint(output_dir: str) -> str | None:
 
 
 class DominoTrainer(Trainer):
-    """`transformers.Trainer` whose model is a `DominoObjective`; checkpoints are drafter directories.
+    """`transformers.Trainer` whose model is a `DominoObjective`; checkpoints are drafter or adapter directories.
 
     Anchors are a function of seed, optimizer step, process and micro-batch, so a resumed run draws the same ones.
+
+    Args:
+        scale: attached feature scale, if any.
+        adapter: PEFT's model around the objective's drafter, if only that is to be trained and saved.
     """
 
-    def __init__(self, objective: DominoObjective, args: DominoTrainingConfig, scale: FeatureScale | None, **kwargs):
+    def __init__(
+        self,
+        objective: DominoObjective,
+        args: DominoTrainingConfig,
+        scale: FeatureScale | None,
+        adapter: PeftModel | None = None,
+        **kwargs,
+    ):
         super().__init__(model=objective, args=args, **kwargs)
         # `compute_loss` divides by the weight of all labels of the step itself.
         self.model_accepts_loss_kwargs = True
-        self.objective, self.scale = objective, scale
+        self.objective, self.scale, self.adapter = objective, scale, adapter
+        settle_schedule(objective.drafter, args)
         self.curriculum: Curriculum | None = None
         self.plateau = Plateau(args.stage_switch_patience) if args.stage_switch == "adaptive" else None
         self.sums: Counter = Counter()
@@ -273,7 +287,10 @@ class DominoTrainer(Trainer):
             backbone = [p for p in drafter.parameters() if id(p) not in inside]
             rate = args.learning_rate if args.head_learning_rate is None else args.head_learning_rate
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(args, self.objective)
-            groups = [{"params": backbone, "lr": args.learning_rate}, {"params": head, "lr": rate}]
+            groups = [
+                {"params": [p for p in part if p.requires_grad], "lr": part_rate}
+                for part, part_rate in ((backbone, args.learning_rate), (head, rate))
+            ]
             self.optimizer = optimizer_class(groups, weight_decay=args.weight_decay, **options)
         return self.optimizer
 
@@ -440,19 +457,29 @@ class DominoTrainer(Trainer):
             )
 
     def raw_state_dict(self, state_dict: dict | None = None) -> dict[str, torch.Tensor]:
-        """The drafter's weights, `fc` for raw features."""
+        """The drafter's weights, and an adapter's if it has one; what reads features made for raw ones."""
         state = self.objective.state_dict() if state_dict is None else state_dict
         state = {name.removeprefix("drafter."): tensor for name, tensor in state.items()}
         if self.scale is not None:
-            state["fc.weight"] = self.scale.raw(state["fc.weight"])
+            state[self.scaled_name] = self.scale.raw(state[self.scaled_name])
         return state
+
+    @property
+    def scaled_name(self) -> str:
+        """The drafter's name of the weight that is held for scaled features."""
+        weight = self.scale.fc.weight
+        return next(name for name, p in self.objective.drafter.named_parameters() if p is weight)
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         """A drafter directory that loads anywhere, beside the Trainer's own state."""
         output_dir = output_dir or self.args.output_dir
         # Of a sharded run the library gives the whole weights.
         trained = self.objective.state_dict() if state_dict is None else state_dict
-        self.objective.drafter.save_pretrained(output_dir, state_dict=self.raw_state_dict(trained))
+        raw = self.raw_state_dict(trained)
+        if self.adapter is None:
+            self.objective.drafter.save_pretrained(output_dir, state_dict=raw)
+        else:
+            save_adapter(self.adapter, output_dir, raw)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
         self.write_curve(output_dir)
@@ -465,7 +492,7 @@ class DominoTrainer(Trainer):
         if self.scale is not None:
             # Folding rounds: a resumed run goes on from the very weights that were trained.
             state["feature_scale"] = self.scale.scale.cpu()
-            state["scaled_fc"] = trained["drafter.fc.weight"].detach().cpu()
+            state["scaled_fc"] = trained[f"drafter.{self.scaled_name}"].detach().cpu()
         safetensors.torch.save_file(state, os.path.join(output_dir, TRAINER_EXTRAS))
 
     def write_curve(self, output_dir: str) -> None:
@@ -518,6 +545,11 @@ class DominoTrainer(Trainer):
 
     def _load_drafter(self, checkpoint: str) -> None:
         """Saved weights, which work on raw features, into the drafter in training."""
+        if self.adapter is not None:
+            load_adapter(self.adapter, checkpoint)
+            if self.scale is not None:
+                self.scale.fc.weight.data.mul_(self.scale.scale)
+            return
         saved = DominoForSpeculation.from_pretrained(checkpoint, dtype=self.objective.drafter.dtype)
         state = saved.to(self.objective.drafter.device).state_dict()
         if self.scale is not None:
