@@ -27,8 +27,8 @@ import torch
 
 from .lookup_domino import SUFFIX_SIZES
 
-# Acceptance: believed of an unseen slot, and what that belief weighs in observations; memory of about ten rounds.
-PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY = 0.7, 1.0, 2.0, 0.9
+# Acceptance: believed of an unseen slot, and what that belief weighs in observations; memory of about twenty rounds.
+PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY = 0.7, 1.0, 2.0, 0.95
 # Seconds of n drafts in units of the least, where only one length was measured: what n more drafts add.
 DRAFT_SLOPE, VERIFY_SLOPE = 0.1, 0.1
 SAMPLES = 7
