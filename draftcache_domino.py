@@ -24,6 +24,8 @@ class DominoCache:
         self.length = 0
         self.mask = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)  # [batch, length]
         self.next_position = torch.zeros(batch_size, dtype=torch.long, device=device) + first_position
+        # Rows of the target's LM head that this generation drafts from, where it does not draft from all.
+        self.head_rows: torch.Tensor | None = None
         self._staged: torch.Tensor | None = None
         self._lookup: list[list[int] | None] | None = None
         self._use_head = True

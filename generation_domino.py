@@ -359,7 +359,11 @@ class _Call:
         """The round's proposals, on the target's device, and the seconds they took where they were measured."""
         if self.adaptive and self.backlog.length > (MOST_BACKLOG if not plan.drafts else 2 * self.limit):
             # What piled up is taken in apart, so that it is not mistaken for the cost of a draft.
+            started = time.perf_counter()
             self._call_draft(Plan(), tokens)
+            seconds = time.perf_counter() - started
+            self.stats.draft_seconds += seconds
+            self.clock += seconds
         if self.adaptive and not plan.drafts:
             nothing = self.anchors.new_zeros(len(tokens), 0)
             return DraftOutput(nothing, None), 0.0

@@ -32,6 +32,7 @@ from .speculation_domino import (
     SpeculationStats,
     process_logits,
     sample_from_logits,
+    with_lookup,
 )
 
 # Far enough below any logit that softmax gives exactly zero.
@@ -360,11 +361,28 @@ class DominoForSpeculation(DominoPreTrainedModel):
         states = self(embed(block_ids), context, block_positions, positions, mask, cache)
         first = config.first_draft_slot
         states = states[:, first : first + n]  # z of the drafts
-        base_logits = target_logits(target, states)  # [b, n, V_target]
+        base_logits = self._base_logits(target, states, cache)  # [b, n, V_target]
         plain_greedy = not do_sample and not logits_processor
         if knobs.rollout == "parallel" and plain_greedy and knobs.use_head:
             return self._parallel_rollout(embed, anchor_ids, states, base_logits)
         return self._sequential_rollout(embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample)
+
+    def _base_logits(self, target, states, cache) -> torch.Tensor:
+        """Base logits `[b, n, V_target]`; of all ids or, out of reach elsewhere, of `draft_token_ids`."""
+        ids = self.generation_config.draft_token_ids
+        if ids is None:
+            return target_logits(target, states)
+        weight = target.get_output_embeddings().weight
+        if max(ids) >= weight.shape[0]:
+            raise ValueError(
+                f"draft_token_ids has {max(ids)}; expected ids below {weight.shape[0]}, the target's head."
+            )
+        index = torch.tensor(ids, device=weight.device)
+        if cache.head_rows is None:
+            cache.head_rows = weight[index]
+        few = target_logits(target, states, index, cache.head_rows)
+        logits = few.new_full((*few.shape[:-1], weight.shape[0]), -OUT_OF_POOL)
+        return logits.index_copy_(-1, index, few)
 
     def _sequential_rollout(self, embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample):
         """One token after another, each corrected from the tokens drawn before it."""
@@ -537,29 +555,6 @@ class DominoForSpeculation(DominoPreTrainedModel):
         return loaded
 
 
-def with_lookup(own: DraftOutput | None, lookup: list[list[int] | None], most: int, device) -> DraftOutput:
-    """The drafter's proposals with some rows given over to their lookup continuation.
-
-    Args:
-        own: the drafter's; None where it did not run, and rows without a continuation propose nothing.
-        lookup (list): of each row, its continuation or None; most (int): tokens that may be proposed.
-    """
-    rows = [None if tokens is None else tokens[:most] for tokens in lookup]
-    width = max(len(tokens or ()) for tokens in rows)
-    taken = torch.tensor([tokens is not None for tokens in rows], device=device)
-    lengths = torch.tensor([len(tokens or ()) for tokens in rows], device=device)
-    ids = torch.tensor([(tokens or []) + [0] * (width - len(tokens or ())) for tokens in rows], device=device)
-    if own is None:
-        return DraftOutput(ids.long(), None, lengths, taken)
-    drafted = own.token_ids.shape[1]
-    ids, lengths = ids[:, :drafted], lengths.clamp(max=drafted)
-    ids = F.pad(ids.long(), (0, drafted - ids.shape[1]))
-    theirs = torch.full_like(lengths, drafted) if own.lengths is None else own.lengths
-    return DraftOutput(
-        torch.where(taken[:, None], ids, own.token_ids), own.logits, torch.where(taken, lengths, theirs), taken
-    )
-
-
 def add_correction(logits: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
     """`logits [..., V_target] + correction [..., V]`; ids that only the target's padded head has stay uncorrected."""
     extra = logits.shape[-1] - correction.shape[-1]
@@ -573,15 +568,23 @@ def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, dev
     return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
 
 
-def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The target's LM head on states `[..., H]` -> `[..., V_target]`, or only the columns `ids`, scaled as it does."""
+def target_logits(
+    target: PreTrainedModel,
+    states: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The target's LM head on states `[..., H]` -> `[..., V_target]`, scaled as the target does.
+
+    With `ids` only their columns; `rows` are the head's weights of these ids, where the caller has them at hand.
+    """
     head = target.get_output_embeddings()
     states = states.to(dtype=head.weight.dtype, device=head.weight.device)
     if ids is None:
         logits = head(states)
     else:
         bias = getattr(head, "bias", None)
-        logits = F.linear(states, head.weight[ids], None if bias is None else bias[ids])
+        logits = F.linear(states, head.weight[ids] if rows is None else rows, None if bias is None else bias[ids])
     text = target.config.get_text_config(decoder=True)
     if divisor := getattr(text, "logits_scaling", None):
         logits = logits / divisor

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import logits_process
 
@@ -19,6 +20,7 @@ KNOBS: dict[str, Any] = {
     "rollout": "sequential",
     "refinement_steps": None,
     "candidate_pool_size": 0,
+    "draft_token_ids": None,
     "lookup": True,
     "use_head": True,
     "synchronize_timers": False,
@@ -70,6 +72,8 @@ class DominoGenerationConfig(GenerationConfig):
             each token must be drawn from exactly the law reported for it).
         refinement_steps (int, optional): most passes of the parallel rollout; None passes until nothing changes.
         candidate_pool_size (int): correct only so many best base ids of a slot; 0 corrects all.
+        draft_token_ids (list[int], optional): the drafter proposes these ids only, so that the LM head runs on as many
+            rows; frequent ids serve best. None: all. The text may hold any id whatever this says.
         lookup (bool): where the last tokens occurred before, their continuation may be proposed instead of the
             drafter's tokens; the adaptive schedule says when.
         use_head (bool): False drafts with the backbone alone.
@@ -104,6 +108,11 @@ class DominoGenerationConfig(GenerationConfig):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}.")
+        ids = self.draft_token_ids
+        if ids is not None:
+            integers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
+            if not integers or len(set(ids)) != len(ids):
+                raise ValueError("draft_token_ids is not a list of distinct token ids; expected one, or None for all.")
         for name in ("lookup", "use_head", "synchronize_timers"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False.")
@@ -131,6 +140,29 @@ class DraftOutput:
     logits: torch.Tensor | None
     lengths: torch.LongTensor | None = None
     looked_up: torch.BoolTensor | None = None
+
+
+def with_lookup(own: DraftOutput | None, lookup: list[list[int] | None], most: int, device) -> DraftOutput:
+    """The drafter's proposals with some rows given over to their lookup continuation.
+
+    Args:
+        own: the drafter's; None where it did not run, and rows without a continuation propose nothing.
+        lookup (list): of each row, its continuation or None; most (int): tokens that may be proposed.
+    """
+    rows = [None if tokens is None else tokens[:most] for tokens in lookup]
+    width = max(len(tokens or ()) for tokens in rows)
+    taken = torch.tensor([tokens is not None for tokens in rows], device=device)
+    lengths = torch.tensor([len(tokens or ()) for tokens in rows], device=device)
+    ids = torch.tensor([(tokens or []) + [0] * (width - len(tokens or ())) for tokens in rows], device=device)
+    if own is None:
+        return DraftOutput(ids.long(), None, lengths, taken)
+    drafted = own.token_ids.shape[1]
+    ids, lengths = ids[:, :drafted], lengths.clamp(max=drafted)
+    ids = nn.functional.pad(ids.long(), (0, drafted - ids.shape[1]))
+    theirs = torch.full_like(lengths, drafted) if own.lengths is None else own.lengths
+    return DraftOutput(
+        torch.where(taken[:, None], ids, own.token_ids), own.logits, torch.where(taken, lengths, theirs), taken
+    )
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Adaptive length: what it chooses, that neither text nor law nor seed feels it, and that its counts are true."""
 
 import copy
+import functools
 import random
 
 import pytest
@@ -310,6 +311,7 @@ def test_statistics_equal_a_count_of_forwards(kind, lengths):
     forward, shapes, quiet = target.forward, [], []
     draft = drafter.draft
 
+    @functools.wraps(forward)  # the library looks at its signature
     def counted(*args, **kwargs):
         if not quiet:
             shapes.append(tuple(kwargs["input_ids"].shape))
@@ -355,3 +357,29 @@ def test_calls_leave_nothing_behind():
     target.generate(prompt_ids(), max_new_tokens=30, do_sample=True, assistant_model=drafter)
     ratios = length_domino._RATIOS[drafter][target]
     assert all(type(value) is float for costs in ratios.values() for kind in costs.values() for value in kind.values())
+
+
+def test_reduced_vocabulary_bounds_proposals_only():
+    target = make_target()
+    drafter = make_drafter(target)
+    few = list(range(5, 25))
+    proposed = []
+    draft = drafter.draft
+
+    def recorded(*args, **kwargs):
+        output = draft(*args, **kwargs)
+        proposed.extend(output.token_ids.flatten().tolist())
+        return output
+
+    drafter.draft = recorded
+    for pool in (0, 8):
+        drafter.generation_config.candidate_pool_size = pool
+        drafter.generation_config.draft_token_ids = few
+        plain = assert_equal_text(target, drafter, ragged([7, 4]), 12)
+        assert set(proposed) <= set(few) and not set(plain.flatten().tolist()) <= set(few)
+    drafter.generation_config.draft_token_ids = [VOCAB]
+    with pytest.raises(ValueError, match="draft_token_ids has 64; expected ids below 64"):
+        target.generate(prompt_ids(), max_new_tokens=8, assistant_model=drafter)
+    drafter.generation_config.draft_token_ids = [3, 3]
+    with pytest.raises(ValueError, match="list of distinct token ids"):
+        target.generate(prompt_ids(), max_new_tokens=8, assistant_model=drafter)
