@@ -232,7 +232,7 @@ class _Backlog:
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All of it; nothing is left."""
         states, valid = torch.cat(self.states, dim=1), torch.cat(self.valid, dim=1)
-        self.states, self.valid = [states[:, :0]], [valid[:, :0]]
+        self.states, self.valid = [states[:, :0].clone()], [valid[:, :0].clone()]  # no views: they would keep it all
         return states, valid
 
     def select(self, index: torch.Tensor) -> None:
@@ -260,6 +260,7 @@ class _Call:
         self.adaptive = self.knobs.num_assistant_tokens_schedule == "adaptive"
         self.lengths = ConstantLength()
         if self.adaptive:
+            self.limit = min(self.limit, drafter.config.num_drafts)
             circumstances = (batch_size, self.limit, self.device.type, target.dtype, drafter.dtype)
             circumstances += (torch.get_num_threads(), self.knobs.use_head, self.knobs.candidate_pool_size)
             sampled = (drafter, target, *circumstances) if self.do_sample else None
