@@ -130,13 +130,21 @@ class Costs:
         """Best known seconds by number of drafts."""
         if self.fixed is not None:
             return self.fixed[kind]
-        return {**self._stale[kind], **{n: statistics.median(s) for n, s in self._samples[kind].items()}}
+        known = {n: statistics.median(s) for n, s in self._samples[kind].items()}
+        warm = {**self._stale[kind], **{n: s for n, s in known.items() if self._counts[kind, n] > 1}}
+        if len(warm) > 1:
+            # A first measurement may have paid for warming up: its neighbours bound it.
+            known = {n: warm.get(n, min(s, _interpolated(warm, n, 0.0))) for n, s in known.items()}
+        return {**warm, **known}
 
     def curves(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Seconds of drafting and of verifying 0 to `most` drafts, `[most + 1]` each; drafting none costs none."""
         draft, verify = self.points("draft"), self.points("verify")
-        # Nothing known yet: a block costs about as much as a plain step.
-        draft = draft or {1: 0.3 * _interpolated(verify, 0, VERIFY_SLOPE)}
+        plain = _interpolated(verify, 0, VERIFY_SLOPE)
+        if not draft:
+            draft = {1: 0.3 * plain}
+        elif self.fixed is None and not any(self._counts.get(("draft", n), 2) > 1 for n in draft):
+            draft = {n: min(seconds, plain) for n, seconds in draft.items()}  # the drafter's first run was a cold one
         drafting = [0.0] + [_interpolated(draft, n, DRAFT_SLOPE) for n in range(1, most + 1)]
         verifying = [_interpolated(verify, n, VERIFY_SLOPE) for n in range(most + 1)]
         return torch.tensor(drafting, dtype=torch.float64), torch.tensor(verifying, dtype=torch.float64)
@@ -207,6 +215,7 @@ class AdaptiveLength:
         self.lookups = {size: Acceptance(rows, limit) for size in SUFFIX_SIZES}
         half = (limit + 1) // 2
         self.opening = [0, half] if sampled is None else [0, half, 0, half]
+        self._second_look = half if sampled is None else 0
         self.costs = Costs()
         self._memo, self._key = None, None
         if sampled is not None:
@@ -258,18 +267,17 @@ class AdaptiveLength:
         rates = by_head if use_head else by_lookup
         drafts, rate = int(rates.argmax()), float(rates.max())
         if drafts == 0 or rate < MARGIN * plain:
-            return self._rest(head, draft, verify, rows)
+            return self._rest(head, draft, verify)
         if self.costs.fixed is None and rate < SAFE_GAIN * plain and self.since_plain >= self.recheck:
             self.recheck *= 2
             return Plan()
+        better = lookup[:, drafts] > head[:, drafts] if use_head else torch.ones(rows, dtype=torch.bool)
         taken = [
-            size > 0 and (not use_head or lookup[i, drafts] > head[i, drafts]) for i, (size, _) in enumerate(found)
+            tokens if size and wins else None for (size, tokens), wins in zip(found, better.tolist(), strict=True)
         ]
-        return Plan(
-            drafts, use_head, [tokens if take else None for take, (_, tokens) in zip(taken, found, strict=True)]
-        )
+        return Plan(drafts, use_head, taken)
 
-    def _rest(self, head, draft, verify, rows: int) -> Plan:
+    def _rest(self, head, draft, verify) -> Plan:
         """A plain step, or a trial of the drafter when one is due, could pay at all, and can be afforded."""
         drafts = min(TRIAL_DRAFTS, len(verify) - 1)
         whole = torch.arange(1, len(verify) + 1, dtype=torch.float64)
@@ -318,6 +326,11 @@ class AdaptiveLength:
             self.plain_run += 1
         elif plan.use_head:
             self.plain_run = 0
+        if plan.drafts and self._second_look:
+            # The drafter's first run says little about its cost: one that was right is run again before it is judged.
+            if 2 * sum(accepted) >= sum(drafted):
+                self.opening.append(self._second_look)
+            self._second_look = 0
         if self._trial:
             right = 2 * sum(accepted) >= sum(drafted)
             self.pause = 1 if right else min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self.pause))
@@ -350,3 +363,4 @@ class AdaptiveLength:
         for acceptance in self.lookups.values():
             acceptance.select(rows)
         self.costs.new_batch_size()
+        self.plain_run = 0  # fewer rows may pay where more did not

@@ -93,11 +93,11 @@ def test_hopeless_machines_are_not_tried_again():
 
 def test_rows_choose_their_own_source():
     chooser = AdaptiveLength(3, 4)
-    chooser.opening = []
     found = [(3, [1, 2, 3, 4]), (0, []), (2, [5, 6, 7, 8])]
     for _ in range(6):
         chooser.observe(Plan(), found, [0] * 3, [0] * 3, [False] * 3, [[1, 2, 3, 4], [0], [9]], (0.0, 1.0))
         chooser.observe(Plan(4, True), found, [4] * 3, [3] * 3, [False] * 3, [[1, 2, 3, 4], [0], [9]], (0.2, 1.1))
+    chooser.opening.clear()
     plan = chooser.choose(found, 4)
     assert plan.use_head and plan.lookup == [[1, 2, 3, 4], None, None]
 
