@@ -19,7 +19,7 @@ KNOBS: dict[str, Any] = {
     "assistant_confidence_threshold": 0.0,
     "rollout": "sequential",
     "refinement_steps": None,
-    "candidate_pool_size": 0,
+    "candidate_pool_size": 64,
     "draft_token_ids": None,
     "lookup": True,
     "use_head": True,
