@@ -1,16 +1,20 @@
 """Compare Domino with what a user would pick instead: same prompts, one process, methods interleaved per prompt.
 
     python benchmark_domino.py --target_model_name_or_path T --draft_model_name_or_path D --prompts FILE.jsonl ... \\
-        --output_dir O [--max_prompts 20] [--max_new_tokens 128] [--dtype bfloat16] [--temperature 0]
+        --output_dir O [--max_prompts 20] [--max_new_tokens 128] [--dtype bfloat16] [--batch_size 1 4 16] \\
+        [--temperature 0 0.7] [--methods adaptive "adaptive, no lookup"]
 
-Methods: plain `generate`, the library's prompt lookup, the drafter with its head off (parallel only), and Domino.
+Methods: plain `generate`, the library's prompt lookup, the drafter with its head off (parallel only) and Domino, both
+with whole blocks every round, and Domino as it decides for itself (adaptive), with and without lookup.
 tau is (new tokens - 1) / (target forwards - 1), counted by a hook on the target for every method alike; in a batch it
 is each row's kept tokens over its rounds, and the hook's count must agree with the drafter's statistics. Means are
-kept tokens over rounds summed over a set's prompts; medians are over prompts. Wall clock is a ratio of sums taken in
-this run. Greedy outputs are compared with plain ones and the number of equal texts is reported.
+kept tokens over rounds summed over a set's prompts; medians are over prompts. Wall clock is tokens per second over
+those of plain `generate` at the same batch size, all taken in this run. Greedy outputs are compared with plain ones
+and the number of equal texts is reported.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -29,7 +33,14 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-METHODS = ("plain", "lookup", "head off", "domino")
+# Knobs of the methods that draft with Domino.
+KNOBS = {
+    "head off": {"num_assistant_tokens_schedule": "constant", "use_head": False, "lookup": False},
+    "domino": {"num_assistant_tokens_schedule": "constant", "use_head": True, "lookup": False},
+    "adaptive": {"num_assistant_tokens_schedule": "adaptive", "use_head": True, "lookup": True},
+    "adaptive, no lookup": {"num_assistant_tokens_schedule": "adaptive", "use_head": True, "lookup": False},
+}
+METHODS = ("plain", "lookup", *KNOBS)
 
 
 @contextmanager
@@ -49,7 +60,8 @@ def run(method: str, target, drafter, inputs: dict[str, torch.Tensor], sampling:
     if method == "lookup":
         extra = {"prompt_lookup_num_tokens": drafter.config.num_drafts, "max_matching_ngram_size": 2}
     elif method != "plain":
-        drafter.generation_config.use_head = method == "domino"
+        for name, value in KNOBS[method].items():
+            setattr(drafter.generation_config, name, value)
         extra = {"assistant_model": drafter}
     batch_size, prompt_length = inputs["input_ids"].shape
     with counted_forwards(target) as calls:
@@ -77,6 +89,21 @@ def run(method: str, target, drafter, inputs: dict[str, torch.Tensor], sampling:
     return rows
 
 
+def run_set(methods, target, drafter, inputs, sampling: dict, pad: int, seed: int) -> dict[str, list[dict]]:
+    """All methods on all `inputs` in turn; per method the rows of `run`."""
+    runs: dict[str, list[dict]] = {method: [] for method in methods}
+    for number, batch in enumerate(tqdm(list(inputs), unit="batch")):
+        if number == 0:
+            for method in methods:
+                run(method, target, drafter, batch, sampling | {"max_new_tokens": 4}, pad)
+        # Another order for every prompt, so that no method always runs after the same one.
+        shift = number % len(methods)
+        for method in methods[shift:] + methods[:shift]:
+            torch.manual_seed(seed + number)
+            runs[method] += run(method, target, drafter, batch, sampling, pad)
+    return runs
+
+
 def synchronize(target) -> None:
     """Wait for the device, so that a reading of the clock means something."""
     if target.device.type == "cuda":
@@ -101,17 +128,23 @@ def tau_of(results: list[dict]) -> tuple[float, float]:
     return tokens / rounds, statistics.median(t / n for t, n in pairs)
 
 
+def speed(results: list[dict]) -> float:
+    """New tokens a second; sampled texts differ in length, so seconds alone would not compare."""
+    return sum(len(r["ids"]) for r in results) / sum(r["seconds"] for r in results)
+
+
 def summarise(runs: dict[str, list[dict]]) -> dict[str, dict]:
-    """Per method: tau, wall clock against plain (ratio of sums, median of ratios), equal texts."""
+    """Per method: tau, speed against plain (of the whole set, median over prompts), equal texts."""
     plain = runs["plain"]
     summary = {}
     for method, results in runs.items():
         mean, median = tau_of(results)
-        ratios = [p["seconds"] / r["seconds"] for p, r in zip(plain, results, strict=True)]
+        ratios = [speed([r]) / speed([p]) for p, r in zip(plain, results, strict=True)]
         summary[method] = {
             "tau_mean": mean,
             "tau_median": median,
-            "speedup": sum(p["seconds"] for p in plain) / sum(r["seconds"] for r in results),
+            "tokens_per_second": speed(results),
+            "speedup": speed(results) / speed(plain),
             "speedup_median": statistics.median(ratios),
             "equal_texts": sum(p["ids"] == r["ids"] for p, r in zip(plain, results, strict=True)),
             "prompts": len(results),
@@ -148,13 +181,15 @@ def machine() -> dict[str, str]:
 def print_table(console: Console, title: str, summary: dict[str, dict]) -> None:
     """One set as a table."""
     table = Table(title=title)
-    for column in ("method", "tau mean", "tau median", "wall clock", "median", "texts equal", "draft s", "verify s"):
+    columns = ("method", "tau mean", "tau median", "tokens/s", "wall clock", "median", "texts equal")
+    for column in (*columns, "draft s", "verify s"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for method, row in summary.items():
         table.add_row(
             method,
             f"{row['tau_mean']:.2f}",
             f"{row['tau_median']:.2f}",
+            f"{row['tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}x",
             f"{row['speedup_median']:.2f}x",
             f"{row['equal_texts']}/{row['prompts']}",
@@ -172,11 +207,13 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--max_prompts", type=int, default=20, help="of each file")
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--batch_size", type=int, default=1, help="above 1 the library's lookup cannot take part")
+    parser.add_argument(
+        "--batch_size", type=int, nargs="+", default=[1], help="above 1 the library's lookup cannot take part"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="0 decodes greedily")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=["lookup", "head off", "domino", "adaptive"], choices=METHODS)
     arguments = parser.parse_args()
     for path in arguments.prompts:
         if not Path(path).is_file():
@@ -193,13 +230,6 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.target_model_name_or_path)
     target = AutoModelForCausalLM.from_pretrained(arguments.target_model_name_or_path, dtype=dtype).eval().to(device)
     drafter = DominoForSpeculation.from_pretrained(arguments.draft_model_name_or_path, dtype=dtype).eval().to(device)
-    sampling = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
-    if arguments.temperature > 0:
-        sampling |= {"temperature": arguments.temperature, "top_k": 0}
-    methods = ["plain", *(m for m in arguments.methods if m != "plain")]
-    if arguments.batch_size > 1 and "lookup" in methods:
-        console.print("prompt lookup takes one sequence at a time: left out of a batched run")
-        methods.remove("lookup")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     prompts = {Path(path).stem: list(read_jsonl(path))[: arguments.max_prompts] for path in arguments.prompts}
@@ -210,22 +240,24 @@ def main() -> None:
     }
     del named["output_dir"]
     report = {"machine": machine(), "arguments": named, "sets": {}}
-    with tqdm(total=sum(map(len, prompts.values())) * len(methods), unit="text") as bar:
+    settings = list(itertools.product(arguments.temperature, arguments.batch_size))
+    for temperature, batch_size in settings:
+        sampling = {"max_new_tokens": arguments.max_new_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            sampling |= {"temperature": temperature, "top_k": 0}
+        methods = ["plain", *(m for m in arguments.methods if m != "plain")]
+        if batch_size > 1 and "lookup" in methods:
+            console.print("prompt lookup takes one sequence at a time: left out of a batched run")
+            methods.remove("lookup")
         for name, rows in prompts.items():
-            runs: dict[str, list[dict]] = {method: [] for method in methods}
-            for number, inputs in enumerate(batches(rows, tokenizer, arguments.batch_size, device, pad)):
-                if number == 0:
-                    for method in methods:
-                        run(method, target, drafter, inputs, sampling | {"max_new_tokens": 4}, pad)
-                # Another order for every prompt, so that no method always runs after the same one.
-                shift = number % len(methods)
-                for method in methods[shift:] + methods[:shift]:
-                    torch.manual_seed(arguments.seed + number)
-                    runs[method] += run(method, target, drafter, inputs, sampling, pad)
-                    bar.update(len(inputs["input_ids"]))
-            report["sets"][name] = summarise(runs)
+            inputs = batches(rows, tokenizer, batch_size, device, pad)
+            runs = run_set(methods, target, drafter, inputs, sampling, pad, arguments.seed)
+            title = name if len(settings) == 1 else f"{name}, batch {batch_size}, temperature {temperature:g}"
+            report["sets"][title] = summarise(runs)
             print_table(
-                console, f"{name}, {arguments.dtype}, temperature {arguments.temperature:g}", report["sets"][name]
+                console,
+                f"{name}, {arguments.dtype}, batch {batch_size}, temperature {temperature:g}",
+                report["sets"][title],
             )
     output = Path(arguments.output_dir)
     output.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,8 @@ The loop works on rows that may differ in length. Each round:
     commit   row by row, cut at whatever would have stopped plain decoding
     roll     caches keep committed positions only
 
-Cache layout: every row is right-aligned and padded on the left, as `generate` lays out a batch. After a round in which
-rows keep different numbers of tokens, the shorter rows are shifted right and the surplus is cropped, so columns of one
-row stay adjacent (which sliding windows count on), and the cache is as wide as the longest committed row.
+Which rows draft how many tokens, and from where, is the adaptive length's choice (`length_domino`); how the target's
+cache keeps rows of different lengths without copying them is told in `targetcache_domino`.
 
 Takes draft and target as arguments and imports neither modeling nor training code.
 """
@@ -25,9 +24,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
-from transformers.generation import stopping_criteria as stopping
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .length_domino import AdaptiveLength, ConstantLength, Plan
+from .lookup_domino import NgramIndex
+from .rows_domino import Extras, Rows
 from .speculation_domino import (
     DraftOutput,
     RowProcessors,
@@ -36,6 +37,10 @@ from .speculation_domino import (
     accept_sampled,
     sample_from_logits,
 )
+from .targetcache_domino import compact, growing, settle
+
+# Columns of tapped states that plain steps may pile up before the drafter takes them in.
+MOST_BACKLOG = 128
 
 # Inputs that give positions another meaning than the count of tokens.
 MULTIMODAL_INPUTS = ("pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values")
@@ -118,102 +123,14 @@ def cache_key(target, model_kwargs: dict) -> str:
     return "cache" if "cache" in model_kwargs else "past_key_values"
 
 
-def roll_cache(cache: DynamicCache, drop: int, shifts: torch.Tensor | None) -> None:
-    """Forget the last `drop` columns, after moving row r right by `shifts[r]` of them (None: no row moves)."""
-    if shifts is not None:
-        for layer in cache.layers:
-            columns = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-            # Column j of a row takes what stood `total - shift` ... to its left; what wraps around is masked padding.
-            source = (columns[None] - shifts.to(columns.device)[:, None]) % columns.shape[0]  # [b, L]
-            index = source[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
-            layer.keys = layer.keys.gather(2, index)
-            index = source[:, None, :, None].expand(-1, layer.values.shape[1], -1, layer.values.shape[3])
-            layer.values = layer.values.gather(2, index)
-    if drop or any(cache.is_sliding):
-        cache.crop(-drop)
-
-
 # The loop -------------------------------------------------------------------------------------------------------
 
 
-class _Rows:
-    """Committed sequences of a call, what stops them, and the outputs asked for."""
-
-    def __init__(self, input_ids, criteria, generation_config, streamer):
-        self.tokens = list(input_ids)  # one [length] tensor a row, left padding included
-        self.prompt_length = input_ids.shape[1]
-        self.max_length = generation_config.max_length
-        self.streamer = streamer
-        self.keep_scores = generation_config.return_dict_in_generate and generation_config.output_scores
-        self.keep_logits = generation_config.return_dict_in_generate and generation_config.output_logits
-        self.scores: list[list[torch.Tensor]] = [[] for _ in self.tokens]
-        self.logits: list[list[torch.Tensor]] = [[] for _ in self.tokens]
-        self.eos, others = set(), []
-        for criterion in criteria:
-            if type(criterion) is stopping.EosTokenCriteria:
-                self.eos |= set(criterion.eos_token_id.flatten().tolist())
-            elif type(criterion) is stopping.MaxLengthCriteria:
-                self.max_length = min(self.max_length, criterion.max_length)
-            else:
-                others.append(criterion)
-        self.others = stopping.StoppingCriteriaList(others)
-
-    def room(self, row: int) -> int:
-        """Tokens the row may still get."""
-        return self.max_length - len(self.tokens[row])
-
-    def commit(self, row: int, new: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> tuple[int, bool]:
-        """Append tokens `[k]` up to and including the first that stops the row.
-
-        Returns how many were kept and whether the row is done. Stops are looked for after every token, because that is
-        where plain decoding looks: a criterion may read only the last token, or count its calls.
-        """
-        listed = new.tolist()
-        kept, done = len(listed), False
-        for i, token in enumerate(listed):
-            if token in self.eos or len(self.tokens[row]) + i + 1 >= self.max_length:
-                kept, done = i + 1, True
-                break
-        if self.keep_scores:
-            self.scores[row] += list(scores[:kept])
-        if self.keep_logits:
-            self.logits[row] += list(logits[:kept])
-        if self.others:
-            start = len(self.tokens[row])
-            whole = torch.cat([self.tokens[row], new[:kept]])
-            for i in range(kept):
-                seen = None
-                if self.keep_scores:
-                    seen = tuple(x[None] for x in self.scores[row][: start - self.prompt_length + i + 1])
-                # A criterion may know the rows by number, so it gets a whole batch and answers for this row.
-                batch = whole[None, : start + i + 1].expand(len(self.tokens), -1)
-                if bool(self.others(batch, seen)[row]):
-                    kept, done = i + 1, True
-                    break
-            del self.scores[row][start - self.prompt_length + kept :]
-            del self.logits[row][start - self.prompt_length + kept :]
-        self.tokens[row] = torch.cat([self.tokens[row], new[:kept]])
-        if self.streamer is not None:
-            for token in new[:kept].cpu():
-                self.streamer.put(token[None])
-        return kept, done
-
-    def sequences(self, pad_token_id) -> torch.LongTensor:
-        """All rows as one tensor, padded on the right."""
-        pad = 0 if pad_token_id is None else int(pad_token_id)
-        return nn.utils.rnn.pad_sequence(self.tokens, batch_first=True, padding_value=pad)
-
-    @staticmethod
-    def per_step(kept: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        """Step-wise `[batch, V]` tensors, zeros after a row's end."""
-        steps = max(map(len, kept))
-        blank = torch.zeros_like(kept[0][0])
-        return tuple(torch.stack([row[i] if i < len(row) else blank for row in kept]) for i in range(steps))
-
-
-def _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length, embeds) -> None:
+def _check_call(target, input_ids, generation_config, streamer, synced_gpus, model_kwargs) -> None:
     """One sentence for what this loop cannot do, before anything runs."""
     batch_size, length = input_ids.shape
+    cache, embeds = model_kwargs.get(cache_key(target, model_kwargs)), model_kwargs.get("inputs_embeds")
+    passed_length = cache.get_seq_length() if cache is not None else 0
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; Domino drafts for decoder-only models.")
     if length == 0 and embeds is None:
@@ -267,145 +184,24 @@ def speculative_decode(
     started = time.perf_counter()
     for unused in ("inputs_tensor", "tokenizer", "assistant_tokenizer", "assistant_model"):
         model_kwargs.pop(unused, None)
-    knobs = drafter.generation_config
-    knobs.check()
-    key = cache_key(target, model_kwargs)
-    cache = model_kwargs.get(key)
-    passed_length = cache.get_seq_length() if cache is not None else 0
-    embeds = model_kwargs.get("inputs_embeds")
+    drafter.generation_config.check()
     for name in MULTIMODAL_INPUTS:
         if model_kwargs.get(name) is not None:
             raise ValueError(f"the drafter reads text only, got {name}; generate without assistant_model.")
-    _check_call(target, input_ids, generation_config, streamer, synced_gpus, cache, passed_length, embeds)
-    batch_size, device = input_ids.shape[0], input_ids.device
-    processors = RowProcessors(logits_processor if logits_processor is not None else [], batch_size)
-    if processors.stateful and batch_size > 1:
+    _check_call(target, input_ids, generation_config, streamer, synced_gpus, model_kwargs)
+    processors = RowProcessors(logits_processor if logits_processor is not None else [], input_ids.shape[0])
+    if processors.stateful and input_ids.shape[0] > 1:
         raise ValueError("guidance and SynthID watermarks remember their calls; generate one sequence at a time.")
-    rows = _Rows(input_ids, stopping_criteria or [], generation_config, streamer)
-    stats = SpeculationStats([[] for _ in range(batch_size)], accepted_drafts=[[] for _ in range(batch_size)])
-    drafter.last_speculation = stats
-    extras = _Extras(generation_config)
-    most_positions = position_limit(target)
-    limit = drafter.config.num_drafts if knobs.num_assistant_tokens is None else knobs.num_assistant_tokens
-
+    rows = Rows(input_ids, stopping_criteria or [], generation_config, streamer)
     with tapped_states(target, drafter.config.target_layer_ids) as taps:
-        # Prefill: as plain decoding does it.
-        outputs = target._prefill(input_ids, generation_config, model_kwargs)
-        cache = outputs[key]
-        context = taps.take()  # [b, prompt positions without states of a passed cache, T * H]
-        mask = model_kwargs.get("attention_mask")
-        if mask is None:
-            mask = input_ids.new_ones(batch_size, cache.get_seq_length())
-        mask = mask.to(device).bool()  # [b, columns of the target's cache]
-        # The caller may count positions in another way than by tokens.
-        given = model_kwargs.get("position_ids")
-        lead = given[:, -1] + 1 - mask.sum(-1) if given is not None and given.dim() == 2 else 0 * mask.sum(-1)
-        valid = mask[:, -context.shape[1] :]
-        draft_cache = drafter.new_cache(batch_size, (mask.sum(-1) - valid.sum(-1)).to(drafter.device))
-        if hasattr(cache, "activate_past_recording"):
-            cache.activate_past_recording()
-        logits = outputs.logits[:, -1].to(device=device, dtype=torch.float32, copy=True)
-        extras.add(outputs, 1, prefill=True)
-        scores = processors(rows.tokens, logits.clone())
-        anchors = sample_from_logits(scores, generation_config.do_sample)  # [b]
-        done = [rows.commit(r, anchors[r : r + 1], scores[r : r + 1], logits[r : r + 1])[1] for r in range(batch_size)]
-        active = list(range(batch_size))
-        del outputs
-
-        while True:
-            staying = [i for i, row in enumerate(active) if not done[i]]
-            if len(staying) < len(active):
-                # Finished rows stop costing.
-                index = torch.tensor(staying, device=device, dtype=torch.long)
-                active = [active[i] for i in staying]
-                if not active:
-                    break
-                cache.batch_select_indices(index)
-                draft_cache.select(index.to(drafter.device))
-                mask, anchors, context, valid = mask[index], anchors[index], context[index], valid[index]
-                lead = lead[index]
-            processors.active = active
-            tokens = [rows.tokens[row] for row in active]
-            room = max(rows.room(row) for row in active)
-            place = mask.sum(-1) + lead  # position of each row's anchor, [b]
-            if most_positions:
-                room = min(room, most_positions - int(place.max()))
-            n_most = 0 if processors.stateful else max(0, min(limit, room - 1))
-
-            clock = _now(device, knobs)
-            draft_cache.stage(valid.to(drafter.device))
-            draft = drafter.draft(
-                target,
-                anchors[:, None],
-                context,
-                draft_cache,
-                input_ids=tokens,
-                max_drafts=n_most,
-                logits_processor=processors if processors else None,
-                do_sample=generation_config.do_sample,
-            )
-            drafts = draft.token_ids.to(device)
-            n = drafts.shape[1]
-            if n > n_most:
-                raise ValueError(f"draft returned {n} tokens, expected at most {n_most} (max_drafts).")
-            drafted_at = _now(device, knobs)
-            stats.draft_seconds += drafted_at - clock
-
-            # Verify: one forward over [anchor, d1..dn].
-            block = torch.cat([anchors[:, None], drafts], dim=1)
-            positions = place[:, None] + torch.arange(n + 1, device=device)
-            mask = torch.cat([mask, mask.new_ones(len(active), n + 1)], dim=1)
-            taps.clear()
-            outputs = target(
-                input_ids=block,
-                attention_mask=mask.long(),
-                position_ids=positions,
-                use_cache=True,
-                return_dict=True,
-                **{key: cache},
-                **extras.forward_kwargs,
-            )
-            logits = outputs.logits.to(device=device, dtype=torch.float32)  # [b, n + 1, V]
-            states = taps.take()
-            stats.verify_seconds += _now(device, knobs) - drafted_at
-            stats.num_rounds += 1
-
-            # Accept.
-            scores = _process_block(processors, tokens, drafts, logits)
-            if generation_config.do_sample:
-                laws = DraftOutput(drafts, draft.logits.to(device))
-                num_accepted, chosen = accept_sampled(laws, scores)
-            else:
-                num_accepted, chosen = accept_greedy(drafts, scores)
-
-            # Commit.
-            kept, done = [], []
-            for i, (row, accepted) in enumerate(zip(active, num_accepted.tolist(), strict=True)):
-                new = chosen[i, : accepted + 1]
-                count, finished = rows.commit(row, new, scores[i], logits[i])
-                stats.record(row, n, min(accepted, count), count)
-                kept.append(count)
-                done.append(finished)
-            extras.add(outputs, kept[0])
-            del outputs
-
-            # Roll: keep the anchor and all kept tokens but the last, which is the next anchor.
-            longest = max(kept)
-            counts = torch.tensor(kept, device=device)
-            shifts = None if min(kept) == longest else longest - counts
-            roll_cache(cache, n + 1 - longest, shifts)
-            context = states[:, :longest]  # [b, longest, T * H], a row's own from the left
-            valid = torch.arange(longest, device=device)[None] < counts[:, None]
-            anchors = torch.stack([rows.tokens[row][-1] for row in active])
-            mask = _rolled_mask(mask, n + 1 - longest, shifts)
-            mask = _trim_left(cache, mask)
-
-    for layer in cache.layers:
-        if hasattr(layer, "record_past"):
-            layer.record_past = False  # a caller's cache goes on as it came
+        call = _Call(target, drafter, rows, processors, generation_config, taps)
+        call.prefill(input_ids, model_kwargs)
+        with growing(call.cache):
+            while call.drop_finished_rows():
+                call.round()
     if streamer is not None:
         streamer.end()
-    stats.total_seconds = time.perf_counter() - started
+    call.stats.total_seconds = time.perf_counter() - started
     sequences = rows.sequences(generation_config._pad_token_tensor)
     if not generation_config.return_dict_in_generate:
         return sequences
@@ -413,16 +209,262 @@ def speculative_decode(
         sequences=sequences,
         scores=rows.per_step(rows.scores) if rows.keep_scores else None,
         logits=rows.per_step(rows.logits) if rows.keep_logits else None,
-        attentions=extras.attentions,
-        hidden_states=extras.hidden_states,
-        **{key: cache if batch_size == 1 else None},
+        attentions=call.extras.attentions,
+        hidden_states=call.extras.hidden_states,
+        **{call.key: call.cache if len(rows.tokens) == 1 else None},
     )
 
 
-def _now(device: torch.device, knobs) -> float:
-    if knobs.synchronize_timers and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+class _Backlog:
+    """Tapped states committed since the drafter last took some in."""
+
+    def __init__(self, states: torch.Tensor, valid: torch.Tensor):
+        self.states, self.valid = [states], [valid]  # [b, new, T * H] and [b, new], a forward each
+
+    @property
+    def length(self) -> int:
+        return sum(part.shape[1] for part in self.valid)
+
+    def add(self, states: torch.Tensor, valid: torch.Tensor) -> None:
+        self.states.append(states)
+        self.valid.append(valid)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of it; nothing is left."""
+        states, valid = torch.cat(self.states, dim=1), torch.cat(self.valid, dim=1)
+        self.states, self.valid = [states[:, :0].clone()], [valid[:, :0].clone()]  # no views: they would keep it all
+        return states, valid
+
+    def select(self, index: torch.Tensor) -> None:
+        self.states = [part[index] for part in self.states]
+        self.valid = [part[index] for part in self.valid]
+
+
+class _Call:
+    """One `generate` call: the rows still being written, what they carry from round to round, and the round itself."""
+
+    def __init__(self, target, drafter, rows: Rows, processors: RowProcessors, generation_config, taps: TappedStates):
+        self.target, self.drafter, self.rows = target, drafter, rows
+        self.processors, self.generation_config, self.taps = processors, generation_config, taps
+        self.do_sample = generation_config.do_sample
+        self.knobs = drafter.generation_config
+        self.extras = Extras(generation_config)
+        batch_size = len(rows.tokens)
+        self.stats = SpeculationStats([[] for _ in rows.tokens], accepted_drafts=[[] for _ in rows.tokens])
+        drafter.last_speculation = self.stats
+        self.most_positions = position_limit(target)
+        most = self.knobs.num_assistant_tokens
+        self.limit = drafter.config.num_drafts if most is None else most
+        self.device = rows.tokens[0].device
+        self.active = list(range(batch_size))
+        self.adaptive = self.knobs.num_assistant_tokens_schedule == "adaptive"
+        self.lengths = ConstantLength()
+        if self.adaptive:
+            self.limit = min(self.limit, drafter.config.num_drafts)
+            circumstances = (batch_size, self.limit, self.device.type, target.dtype, drafter.dtype)
+            circumstances += (torch.get_num_threads(), self.knobs.use_head, self.knobs.candidate_pool_size)
+            sampled = (drafter, target, *circumstances) if self.do_sample else None
+            self.lengths = AdaptiveLength(batch_size, self.limit, sampled)
+        self.indexes: list[NgramIndex] | None = None
+
+    def prefill(self, input_ids: torch.LongTensor, model_kwargs: dict) -> None:
+        """As plain decoding does it, and the first token."""
+        self.key = cache_key(self.target, model_kwargs)
+        outputs = self.target._prefill(input_ids, self.generation_config, model_kwargs)
+        self.cache = outputs[self.key]
+        context = self.taps.take()  # [b, prompt positions without states of a passed cache, T * H]
+        mask = model_kwargs.get("attention_mask")
+        if mask is None:
+            mask = input_ids.new_ones(len(input_ids), self.cache.get_seq_length())
+        self.mask = mask.to(self.device).bool()  # [b, columns of the target's cache], a row's own
+        self.filled: list[int] = self.mask.sum(-1).tolist()  # columns of each active row
+        # The caller may count positions in another way than by tokens.
+        given = model_kwargs.get("position_ids")
+        self.lead = [0] * len(input_ids)
+        if given is not None and given.dim() == 2:
+            self.lead = (given[:, -1] + 1 - self.mask.sum(-1)).tolist()
+        valid = self.mask[:, -context.shape[1] :]
+        self.backlog = _Backlog(context, valid)
+        self.draft_cache = self.drafter.new_cache(
+            len(input_ids), (self.mask.sum(-1) - valid.sum(-1)).to(self.drafter.device)
+        )
+        if self.adaptive and self.knobs.lookup and not self.processors.stateful:
+            self.indexes = [NgramIndex(row) for row in self._prompts(input_ids)]
+        logits = outputs.logits[:, -1].to(device=self.device, dtype=torch.float32, copy=True)
+        self.extras.add(outputs, 1, prefill=True)
+        scores = self.processors(self.rows.tokens, logits.clone())
+        self.anchors = sample_from_logits(scores, self.do_sample)  # [b]
+        self.done = []
+        for r in self.active:
+            new = self.anchors[r : r + 1]
+            self.done.append(self.rows.commit(r, new, scores[r : r + 1], logits[r : r + 1])[1])
+            if self.indexes is not None:
+                self.indexes[r].extend(new.tolist())
+        self.clock = time.perf_counter()
+
+    def _prompts(self, input_ids) -> list[list[int]]:
+        """Each row's tokens without its padding, where the mask speaks of the ids given."""
+        if self.mask.shape[1] != input_ids.shape[1]:
+            return input_ids.tolist()
+        return [row[own].tolist() for row, own in zip(input_ids, self.mask, strict=True)]
+
+    def drop_finished_rows(self) -> bool:
+        """Finished rows stop costing; False when none is left."""
+        staying = [i for i, done in enumerate(self.done) if not done]
+        if staying and len(staying) < len(self.active):
+            index = torch.tensor(staying, device=self.device)
+            self.cache.batch_select_indices(index)
+            self.draft_cache.select(index.to(self.drafter.device))
+            self.backlog.select(index)
+            self.mask, self.anchors = self.mask[index], self.anchors[index]
+            self.filled, self.lead = [self.filled[i] for i in staying], [self.lead[i] for i in staying]
+            if self.indexes is not None:
+                self.indexes = [self.indexes[i] for i in staying]
+            self.lengths.select(staying)
+            self._compact()
+        self.active = [self.active[i] for i in staying]
+        return bool(self.active)
+
+    def round(self) -> None:
+        """Draft, verify, accept, commit, roll."""
+        self.processors.active = self.active
+        tokens = [self.rows.tokens[row] for row in self.active]
+        places = [filled + lead for filled, lead in zip(self.filled, self.lead, strict=True)]  # of each anchor
+        most = self._most_drafts(places)
+        found = [(0, [])] * len(tokens)
+        if self.indexes is not None and most:
+            found = [index.continuation(most) for index in self.indexes]
+        plan = self.lengths.choose(found, most)
+        draft, drafting = self._draft(plan, tokens)
+        logits, states = self._verify(draft.token_ids, places)
+        scores = _process_block(self.processors, tokens, draft.token_ids, logits)
+        accept = accept_sampled if self.do_sample else accept_greedy
+        num_accepted, chosen = accept(draft, scores)
+        shown = self._commit(draft, num_accepted.tolist(), chosen, scores, logits)
+        self._roll(draft.token_ids.shape[1] + 1, [len(new) for new in shown[-1]], states)
+        now = time.perf_counter()
+        seconds = None if drafting is None else (drafting, now - self.clock - drafting)
+        self.clock = now
+        self.lengths.observe(plan, found, *shown, seconds)
+
+    def _most_drafts(self, places: list[int]) -> int:
+        """Drafts that the longest-running row has room for."""
+        if self.processors.stateful:
+            return 0
+        room = max(self.rows.room(row) for row in self.active)
+        if self.most_positions:
+            room = min(room, self.most_positions - max(places))
+        return max(0, min(self.limit, room - 1))
+
+    def _draft(self, plan: Plan, tokens: list[torch.Tensor]) -> tuple[DraftOutput, float | None]:
+        """The round's proposals, on the target's device, and the seconds they took where they were measured."""
+        if self.adaptive and self.backlog.length > (MOST_BACKLOG if not plan.drafts else 2 * self.limit):
+            # What piled up is taken in apart, so that it is not mistaken for the cost of a draft.
+            started = time.perf_counter()
+            self._call_draft(Plan(), tokens)
+            seconds = time.perf_counter() - started
+            self.stats.draft_seconds += seconds
+            self.clock += seconds
+        if self.adaptive and not plan.drafts:
+            nothing = self.anchors.new_zeros(len(tokens), 0)
+            return DraftOutput(nothing, None), 0.0
+        started = time.perf_counter()
+        draft = self._call_draft(plan, tokens)
+        n = draft.token_ids.shape[1]
+        if n > plan.drafts:
+            raise ValueError(f"draft returned {n} tokens, expected at most {plan.drafts} (max_drafts).")
+        measured = self.device.type != "cuda" or self.knobs.synchronize_timers or self._measuring()
+        if measured and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - started
+        self.stats.draft_seconds += seconds
+        parts = (draft.token_ids, draft.logits, draft.lengths, draft.looked_up)
+        draft = DraftOutput(*(None if part is None else part.to(self.device) for part in parts))
+        return draft, seconds if measured else None
+
+    def _measuring(self) -> bool:
+        """Whether to wait for an asynchronous device between draft and verification: at first, then seldom.
+
+        Rounds as a whole need no waiting: each ends with reading on the host what was accepted.
+        """
+        return self.stats.num_rounds < 8 or self.stats.num_rounds % 16 == 0
+
+    def _call_draft(self, plan: Plan, tokens: list[torch.Tensor]) -> DraftOutput:
+        context, valid = self.backlog.take()
+        lookup = plan.lookup if any(part is not None for part in plan.lookup) else None
+        self.draft_cache.stage(valid.to(self.drafter.device), lookup, plan.use_head)
+        return self.drafter.draft(
+            self.target,
+            self.anchors[:, None],
+            context,
+            self.draft_cache,
+            input_ids=tokens,
+            max_drafts=plan.drafts,
+            logits_processor=self.processors if self.processors else None,
+            do_sample=self.do_sample,
+        )
+
+    def _verify(self, drafts: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward over [anchor, d1..dn]: logits `[b, n + 1, V]` and tapped states `[b, n + 1, T * H]`."""
+        started = time.perf_counter()
+        block = torch.cat([self.anchors[:, None], drafts], dim=1)
+        new = block.shape[1]
+        positions = torch.tensor(places, device=self.device)[:, None] + torch.arange(new, device=self.device)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(block), new)], dim=1)
+        self.taps.clear()  # forwards inside `draft` or a processor are none of ours
+        outputs = self.target(
+            input_ids=block,
+            attention_mask=self.mask.long(),
+            position_ids=positions,
+            use_cache=True,
+            return_dict=True,
+            **{self.key: self.cache},
+            **self.extras.forward_kwargs,
+        )
+        logits = outputs.logits.to(device=self.device, dtype=torch.float32)
+        states = self.taps.take()
+        self.outputs = outputs if self.extras.forward_kwargs else None
+        if self.knobs.synchronize_timers and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.stats.verify_seconds += time.perf_counter() - started
+        self.stats.num_rounds += 1
+        return logits, states
+
+    def _commit(self, draft: DraftOutput, num_accepted: list[int], chosen, scores, logits) -> tuple[list, ...]:
+        """Append what each row keeps; of each row: drafts, those kept, whether they were looked up, new tokens."""
+        n = draft.token_ids.shape[1]
+        self.stats.num_plain_steps += n == 0
+        drafted = [n] * len(self.active) if draft.lengths is None else draft.lengths.tolist()
+        looked_up = [False] * len(self.active) if draft.looked_up is None else draft.looked_up.tolist()
+        kept, texts, self.done = [], [], []
+        for i, (row, accepted) in enumerate(zip(self.active, num_accepted, strict=True)):
+            new = chosen[i, : accepted + 1]
+            count, finished = self.rows.commit(row, new, scores[i], logits[i])
+            kept.append(min(accepted, count))
+            self.stats.record(row, drafted[i], kept[-1], count, looked_up[i])
+            texts.append(new[:count].tolist())
+            if self.indexes is not None:
+                self.indexes[i].extend(texts[-1])
+            self.done.append(finished)
+        if self.outputs is not None:
+            self.extras.add(self.outputs, len(texts[0]))
+            self.outputs = None
+        return drafted, kept, looked_up, texts
+
+    def _roll(self, new: int, kept: list[int], states: torch.Tensor) -> None:
+        """Caches keep the anchor and all kept tokens but the last, which is the next anchor."""
+        longest = max(kept)
+        self.mask = settle(self.cache, self.mask, new, kept)
+        self.filled = [filled + count for filled, count in zip(self.filled, kept, strict=True)]
+        self._compact()
+        counts = torch.tensor(kept, device=self.device)[:, None]
+        self.backlog.add(states[:, :longest], torch.arange(longest, device=self.device)[None] < counts)
+        self.anchors = torch.stack([self.rows.tokens[row][-1] for row in self.active])
+
+    def _compact(self) -> None:
+        """Only in a batch: the cache of a single row goes back to the caller, column for column."""
+        if len(self.rows.tokens) > 1:
+            self.mask = compact(self.cache, self.mask, max(self.filled))
 
 
 def _process_block(processors: RowProcessors, tokens, drafts, logits) -> torch.Tensor:
@@ -436,59 +478,6 @@ def _process_block(processors: RowProcessors, tokens, drafts, logits) -> torch.T
         prefixes = [torch.cat([row, drafts[j, :i]]) for j, row in enumerate(tokens)]
         steps.append(processors(prefixes, logits[:, i].clone()))
     return torch.stack(steps, dim=1)
-
-
-def _rolled_mask(mask: torch.Tensor, drop: int, shifts: torch.Tensor | None) -> torch.Tensor:
-    """The mask `[b, columns]` after `roll_cache`: columns that a row's shift opened on its left are padding."""
-    width = mask.shape[1]
-    columns = torch.arange(width, device=mask.device)
-    if shifts is not None:
-        source = columns[None] - shifts[:, None]
-        mask = mask.gather(1, source.clamp(min=0)) & (source >= 0)
-    return mask[:, : width - drop]
-
-
-def _trim_left(cache: DynamicCache, mask: torch.Tensor) -> torch.Tensor:
-    """Drop leading columns that are padding in every row, which appear when the longest row has finished."""
-    if mask.shape[0] == 0 or bool(mask[:, 0].any()) or any(cache.is_sliding):
-        return mask
-    first = int(mask.any(0).long().argmax())
-    for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
-    return mask[:, first:]
-
-
-class _Extras:
-    """Hidden states and attentions in plain decoding's layout: one entry a token, the prompt in the first."""
-
-    def __init__(self, generation_config):
-        wanted = generation_config.return_dict_in_generate
-        self.hidden_states = () if wanted and generation_config.output_hidden_states else None
-        self.attentions = () if wanted and generation_config.output_attentions else None
-        self.forward_kwargs = {}
-        if self.hidden_states is not None:
-            self.forward_kwargs["output_hidden_states"] = True
-        if self.attentions is not None:
-            self.forward_kwargs["output_attentions"] = True
-
-    def add(self, outputs, kept: int, prefill: bool = False) -> None:
-        """Take the entries of the forward's first `kept` positions."""
-        if self.hidden_states is not None:
-            if prefill:
-                self.hidden_states += (outputs.hidden_states,)
-            else:
-                for i in range(kept):
-                    self.hidden_states += (tuple(layer[:, i : i + 1] for layer in outputs.hidden_states),)
-        if self.attentions is not None:
-            if prefill:
-                self.attentions += (outputs.attentions,)
-            else:
-                block = outputs.attentions[0].shape[2]
-                for i in range(kept):
-                    past = block - 1 - i  # columns of later block positions
-                    self.attentions += (
-                        tuple(layer[:, :, i : i + 1, : layer.shape[3] - past] for layer in outputs.attentions),
-                    )
 
 
 # The way in -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_domino import DominoConfig, public_name
+from .draftcache_domino import DominoCache
 from .generation_domino import install_dispatch, speculative_decode
 from .speculation_domino import (
     DominoGenerationConfig,
@@ -32,75 +33,11 @@ from .speculation_domino import (
     SpeculationStats,
     process_logits,
     sample_from_logits,
+    with_lookup,
 )
 
 # Far enough below any logit that softmax gives exactly zero.
 OUT_OF_POOL = 1e4
-
-
-class DominoCache:
-    """Keys and values that the draft layers made of context positions; block positions never enter it.
-
-    Rows may hold different numbers of positions: columns that a row does not use are masked. Keys carry absolute
-    positions by RoPE, so the place of a column does not matter.
-
-    Args:
-        num_layers (int): draft layers.
-        batch_size (int): rows.
-        first_position (int or tensor `[batch]`): absolute position of the first context state that will arrive; above
-            zero when the target's cache held positions whose states nobody tapped.
-    """
-
-    def __init__(self, num_layers: int, batch_size: int, first_position: int | torch.Tensor = 0, device=None):
-        self.keys: list[torch.Tensor | None] = [None] * num_layers  # [batch, kv_heads, capacity, head_dim]
-        self.values: list[torch.Tensor | None] = [None] * num_layers
-        self.length = 0
-        self.mask = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)  # [batch, length]
-        self.next_position = torch.zeros(batch_size, dtype=torch.long, device=device) + first_position
-        self._staged: torch.Tensor | None = None
-
-    def stage(self, valid: torch.Tensor) -> None:
-        """Say which of the next context states are real, `[batch, new]` bool; all are when nothing is staged."""
-        self._staged = valid
-
-    def take_staged(self, batch_size: int, new: int, device) -> torch.Tensor:
-        """The staged validity, once."""
-        valid, self._staged = self._staged, None
-        return torch.ones(batch_size, new, dtype=torch.bool, device=device) if valid is None else valid
-
-    def extend(self, valid: torch.Tensor) -> torch.Tensor:
-        """Open columns for new context states and return their absolute positions, `[batch, new]`."""
-        positions = self.next_position[:, None] + valid.long().cumsum(-1) - 1
-        self.next_position = self.next_position + valid.sum(-1)
-        self.mask = torch.cat([self.mask, valid], dim=1)
-        self.length += valid.shape[1]
-        return positions.clamp_(min=0)
-
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store one layer's new keys and values, `[batch, kv_heads, new, head_dim]`; return all of the layer's."""
-        if keys.shape[2]:
-            self.keys[layer] = self._append(self.keys[layer], keys)
-            self.values[layer] = self._append(self.values[layer], values)
-        if self.keys[layer] is None:
-            return keys, values
-        return self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
-
-    def _append(self, buffer: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """Write into spare room; grow by half when there is none, so that a round copies nothing as a rule."""
-        start = self.length - new.shape[2]
-        if buffer is None or buffer.shape[2] < self.length:
-            grown = new.new_empty(*new.shape[:2], self.length + max(64, self.length // 2), new.shape[3])
-            if buffer is not None:
-                grown[:, :, :start] = buffer[:, :, :start]
-            buffer = grown
-        buffer[:, :, start : self.length] = new
-        return buffer
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows."""
-        self.keys = [None if keys is None else keys[rows] for keys in self.keys]
-        self.values = [None if values is None else values[rows] for values in self.values]
-        self.mask, self.next_position = self.mask[rows], self.next_position[rows]
 
 
 class DominoAttention(nn.Module):
@@ -127,10 +64,7 @@ class DominoAttention(nn.Module):
         query = self._heads(block, self.q_proj, self.q_norm, block_rope)  # [b, heads, q, d]
         block_keys = self._heads(block, self.k_proj, self.k_norm, block_rope)
         block_values = self._heads(block, self.v_proj)
-        keys = self._heads(context, self.k_proj, self.k_norm, context_rope)  # [b, kv_heads, C_new, d]
-        values = self._heads(context, self.v_proj)
-        if cache is not None:
-            keys, values = cache.update(self.layer_idx, keys, values)
+        keys, values = self.take_in(context, context_rope, cache)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, _ = attend(
             self,
@@ -143,6 +77,12 @@ class DominoAttention(nn.Module):
             is_causal=False,
         )
         return self.o_proj(output.reshape(*block.shape[:2], -1))
+
+    def take_in(self, context, context_rope, cache):
+        """Keys and values `[b, kv_heads, C, d]` of new context, behind what the cache holds."""
+        keys = self._heads(context, self.k_proj, self.k_norm, context_rope)
+        values = self._heads(context, self.v_proj)
+        return (keys, values) if cache is None else cache.update(self.layer_idx, keys, values)
 
     def _heads(self, states, projection, norm=None, rope=None):
         """[b, t, H] -> [b, heads, t, d], normed and rotated where asked."""
@@ -327,6 +267,13 @@ class DominoForSpeculation(DominoPreTrainedModel):
             states = layer(states, context, block_rope, context_rope, attention_mask, cache)
         return self.norm(states)
 
+    def take_in(self, context_hidden_states, context_position_ids, cache: DominoCache) -> None:
+        """Put tapped states `[batch, new, T * H]` into the cache; no block runs."""
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        rope = self.rotary_emb(context, context_position_ids)
+        for layer in self.layers:
+            layer.self_attn.take_in(context, rope, cache)
+
     def correction(self, states: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
         """`W_up SiLU(W_down [z; s])`: `[..., H]` and `[..., S]` -> `[..., V]`. Source: Domino, eq. of section 3.2."""
         return self.embed_proj(torch.cat([states, encoded], dim=-1))
@@ -369,7 +316,8 @@ class DominoForSpeculation(DominoPreTrainedModel):
             target: lends its embedding and LM head.
             anchor_ids (int `[batch, 1]`): last committed token of each row.
             context_hidden_states (float `[batch, new, T * H]`): tapped states committed since the last call; where
-                rows got different numbers, `cache.stage` said which are real.
+                rows got different numbers, `cache.stage` said which are real. It also says which rows propose a lookup
+                continuation instead of drafts, and whether the drafter has to run at all.
             cache (DominoCache): this generation's context cache, extended here.
             input_ids (int `[batch, length]`, or one `[length]` a row): committed sequences with the anchor at the end.
             max_drafts (int): upper bound, 0 allowed (the context is still taken in).
@@ -377,17 +325,34 @@ class DominoForSpeculation(DominoPreTrainedModel):
             do_sample (bool): draw each token from its law, otherwise take the most likely.
         Returns:
             DraftOutput: `token_ids [batch, n]`; `logits [batch, n, V_target]` fp32 after the processors, the law that
-            each token was drawn from.
+            each token was drawn from; None where every row was looked up.
         Source: Domino, section 3.3.
         """
+        batch_size, device = anchor_ids.shape[0], self.device
+        n = min(max_drafts, self.config.num_drafts)
+        context = context_hidden_states.to(device=device, dtype=self.dtype)
+        valid, lookup, use_head = cache.take_staged(batch_size, context.shape[1], device)
+        positions = cache.extend(valid)
+        if n == 0 or not use_head:
+            self.take_in(context, positions, cache)
+        if n == 0:
+            vocab = target.get_output_embeddings().weight.shape[0]
+            empty = torch.zeros(batch_size, 0, vocab, dtype=self.dtype, device=device)
+            return DraftOutput(anchor_ids.new_zeros(batch_size, 0), empty)
+        own = None
+        if use_head:
+            own = self._draft_block(
+                target, anchor_ids.to(device), context, positions, cache, input_ids, n, logits_processor, do_sample
+            )
+        return own if lookup is None else with_lookup(own, lookup, max_drafts, device)
+
+    def _draft_block(
+        self, target, anchor_ids, context, positions, cache, input_ids, n: int, logits_processor, do_sample: bool
+    ) -> DraftOutput:
+        """The drafter's own proposals: one pass over the block, then the rollout."""
         config, knobs = self.config, self.generation_config
         batch_size, device = anchor_ids.shape[0], self.device
-        n = min(max_drafts, config.num_drafts)
-        anchor_ids = anchor_ids.to(device)
         embed = functools.partial(embed_tokens, target, dtype=self.dtype, device=device)
-        context = context_hidden_states.to(device=device, dtype=self.dtype)
-        valid = cache.take_staged(batch_size, context.shape[1], device)
-        context_positions = cache.extend(valid)
         block_ids = anchor_ids.new_full((batch_size, config.block_size), config.mask_token_id)
         block_ids[:, :1] = anchor_ids
         slots = torch.arange(config.block_size, device=device)
@@ -396,17 +361,31 @@ class DominoForSpeculation(DominoPreTrainedModel):
         if not bool(cache.mask.all()):
             block_mask = cache.mask.new_ones(batch_size, config.block_size)
             mask = torch.cat([cache.mask, block_mask], dim=1)[:, None, None].expand(-1, 1, config.block_size, -1)
-        states = self(embed(block_ids), context, block_positions, context_positions, mask, cache)
-        if n == 0:
-            vocab = target.get_output_embeddings().weight.shape[0]
-            return DraftOutput(anchor_ids.new_zeros(batch_size, 0), states.new_zeros(batch_size, 0, vocab))
+        states = self(embed(block_ids), context, block_positions, positions, mask, cache)
         first = config.first_draft_slot
         states = states[:, first : first + n]  # z of the drafts
-        base_logits = target_logits(target, states)  # [b, n, V_target]
+        base_logits = self._base_logits(target, states, cache)  # [b, n, V_target]
         plain_greedy = not do_sample and not logits_processor
         if knobs.rollout == "parallel" and plain_greedy and knobs.use_head:
             return self._parallel_rollout(embed, anchor_ids, states, base_logits)
         return self._sequential_rollout(embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample)
+
+    def _base_logits(self, target, states, cache) -> torch.Tensor:
+        """Base logits `[b, n, V_target]`; of all ids or, out of reach elsewhere, of `draft_token_ids`."""
+        ids = self.generation_config.draft_token_ids
+        if ids is None:
+            return target_logits(target, states)
+        weight = target.get_output_embeddings().weight
+        if max(ids) >= weight.shape[0]:
+            raise ValueError(
+                f"draft_token_ids has {max(ids)}; expected ids below {weight.shape[0]}, the target's head."
+            )
+        index = torch.tensor(ids, device=weight.device)
+        if cache.head_rows is None:
+            cache.head_rows = weight[index]
+        few = target_logits(target, states, index, cache.head_rows)
+        logits = few.new_full((*few.shape[:-1], weight.shape[0]), -OUT_OF_POOL)
+        return logits.index_copy_(-1, index, few)
 
     def _sequential_rollout(self, embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample):
         """One token after another, each corrected from the tokens drawn before it."""
@@ -414,7 +393,9 @@ class DominoForSpeculation(DominoPreTrainedModel):
         pool = knobs.candidate_pool_size
         rows = [input_ids[i].to(anchor_ids.device) for i in range(len(input_ids))] if logits_processor else None
         token, state, tokens, laws = anchor_ids, None, [], []
+        threshold = knobs.assistant_confidence_threshold or 0.0
         confidence = torch.ones(anchor_ids.shape[0], device=base_logits.device)
+        lengths = torch.zeros_like(anchor_ids[:, 0])
         n = base_logits.shape[1]
         for i in range(n):
             logits = base_logits[:, i].float()  # [b, V]
@@ -429,12 +410,13 @@ class DominoForSpeculation(DominoPreTrainedModel):
             laws.append(logits)
             if rows is not None:
                 rows = [torch.cat([row, token[j].to(row.device)]) for j, row in enumerate(rows)]
-            if knobs.assistant_confidence_threshold:
-                # Cutting after a token that was kept is safe: what is drafted next never decides what came before.
+            if threshold:
+                # The token that falls below is still judged: whether there is a next draft hangs on this one alone.
+                lengths += confidence >= threshold
                 confidence = confidence * logits.softmax(-1).gather(1, token)[:, 0]
-                if bool((confidence < knobs.assistant_confidence_threshold).all()):
+                if bool((confidence < threshold).all()):
                     break
-        return DraftOutput(torch.cat(tokens, dim=1), torch.stack(laws, dim=1))
+        return DraftOutput(torch.cat(tokens, 1), torch.stack(laws, 1), lengths if threshold else None)
 
     def _parallel_rollout(self, embed, anchor_ids, states, base_logits):
         """Correct all drafts from the current guess of the block until nothing changes: draft i is exact after i."""
@@ -626,15 +608,23 @@ def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, dev
     return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
 
 
-def target_logits(target: PreTrainedModel, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The target's LM head on states `[..., H]` -> `[..., V_target]`, or only the columns `ids`, scaled as it does."""
+def target_logits(
+    target: PreTrainedModel,
+    states: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The target's LM head on states `[..., H]` -> `[..., V_target]`, scaled as the target does.
+
+    With `ids` only their columns; `rows` are the head's weights of these ids, where the caller has them at hand.
+    """
     head = target.get_output_embeddings()
     states = states.to(dtype=head.weight.dtype, device=head.weight.device)
     if ids is None:
         logits = head(states)
     else:
         bias = getattr(head, "bias", None)
-        logits = F.linear(states, head.weight[ids], None if bias is None else bias[ids])
+        logits = F.linear(states, head.weight[ids] if rows is None else rows, None if bias is None else bias[ids])
     text = target.config.get_text_config(decoder=True)
     if divisor := getattr(text, "logits_scaling", None):
         logits = logits / divisor

@@ -9,21 +9,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import logits_process
 
 KNOBS: dict[str, Any] = {
     "num_assistant_tokens": None,
-    "num_assistant_tokens_schedule": "constant",
+    "num_assistant_tokens_schedule": "adaptive",
     "assistant_confidence_threshold": 0.0,
     "rollout": "sequential",
     "refinement_steps": None,
-    "candidate_pool_size": 0,
+    "candidate_pool_size": 64,
+    "draft_token_ids": None,
+    "lookup": True,
     "use_head": True,
     "synchronize_timers": False,
 }
 ROLLOUTS = ("sequential", "parallel")
-SCHEDULES = ("constant",)
+SCHEDULES = ("adaptive", "constant")
 
 # Processors that look at the logits alone: all rows and positions go through them in one call.
 PREFIX_FREE = tuple(
@@ -60,14 +63,19 @@ class DominoGenerationConfig(GenerationConfig):
 
     Args:
         num_assistant_tokens (int, optional): most drafts a round; None drafts whole blocks.
-        num_assistant_tokens_schedule (str): `"constant"`.
-        assistant_confidence_threshold (float, 0 to 1): stop drafting once the product of the drafts' probabilities is
-            below it in every row; 0 never stops.
+        num_assistant_tokens_schedule (str): `"adaptive"` drafts as many tokens as pay, none where none do;
+            `"constant"` always drafts as many as it may.
+        assistant_confidence_threshold (float, 0 to 1): a row's drafts end with the one at which the product of their
+            probabilities falls below it; 0 never ends them.
         rollout (str): `"sequential"` corrects token after token (exact); `"parallel"` corrects the whole block from
             its current guess, repeatedly (greedy without processors only; sampling always goes token by token, since
             each token must be drawn from exactly the law reported for it).
         refinement_steps (int, optional): most passes of the parallel rollout; None passes until nothing changes.
         candidate_pool_size (int): correct only so many best base ids of a slot; 0 corrects all.
+        draft_token_ids (list[int], optional): the drafter proposes these ids only, so that the LM head runs on as many
+            rows; frequent ids serve best. None: all. The text may hold any id whatever this says.
+        lookup (bool): where the last tokens occurred before, their continuation may be proposed instead of the
+            drafter's tokens; the adaptive schedule says when.
         use_head (bool): False drafts with the backbone alone.
         synchronize_timers (bool): wait for the device before every reading of the clock.
 
@@ -100,7 +108,12 @@ class DominoGenerationConfig(GenerationConfig):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}.")
-        for name in ("use_head", "synchronize_timers"):
+        ids = self.draft_token_ids
+        if ids is not None:
+            integers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
+            if not integers or len(set(ids)) != len(ids):
+                raise ValueError("draft_token_ids is not a list of distinct token ids; expected one, or None for all.")
+        for name in ("lookup", "use_head", "synchronize_timers"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False.")
         cut = self.assistant_confidence_threshold or 0
@@ -116,11 +129,40 @@ class DraftOutput:
 
     Args:
         token_ids (int `[batch, n]`): the drafts.
-        logits (float `[batch, n, V]`): after processors; softmax gives exactly the q each token was drawn from.
+        logits (float `[batch, n, V]`, optional): after processors; softmax gives exactly the q each token was drawn
+            from. None where all rows were looked up.
+        lengths (int `[batch]`, optional): how many of each row's drafts count, from the left; None: all n.
+        looked_up (bool `[batch]`, optional): rows whose drafts are certain, a point mass each, whatever `logits` says;
+            None: no row.
     """
 
     token_ids: torch.LongTensor
-    logits: torch.Tensor
+    logits: torch.Tensor | None
+    lengths: torch.LongTensor | None = None
+    looked_up: torch.BoolTensor | None = None
+
+
+def with_lookup(own: DraftOutput | None, lookup: list[list[int] | None], most: int, device) -> DraftOutput:
+    """The drafter's proposals with some rows given over to their lookup continuation.
+
+    Args:
+        own: the drafter's; None where it did not run, and rows without a continuation propose nothing.
+        lookup (list): of each row, its continuation or None; most (int): tokens that may be proposed.
+    """
+    rows = [None if tokens is None else tokens[:most] for tokens in lookup]
+    width = max(len(tokens or ()) for tokens in rows)
+    taken = torch.tensor([tokens is not None for tokens in rows], device=device)
+    lengths = torch.tensor([len(tokens or ()) for tokens in rows], device=device)
+    ids = torch.tensor([(tokens or []) + [0] * (width - len(tokens or ())) for tokens in rows], device=device)
+    if own is None:
+        return DraftOutput(ids.long(), None, lengths, taken)
+    drafted = own.token_ids.shape[1]
+    ids, lengths = ids[:, :drafted], lengths.clamp(max=drafted)
+    ids = nn.functional.pad(ids.long(), (0, drafted - ids.shape[1]))
+    theirs = torch.full_like(lengths, drafted) if own.lengths is None else own.lengths
+    return DraftOutput(
+        torch.where(taken[:, None], ids, own.token_ids), own.logits, torch.where(taken, lengths, theirs), taken
+    )
 
 
 @dataclass
@@ -130,8 +172,10 @@ class SpeculationStats:
     Args:
         acceptance_lengths (list[list[int]]): per row, tokens kept in each round, bonus included; the prefill's token
             belongs to no round.
-        num_rounds (int): verification forwards.
+        num_rounds (int): target forwards after the prefill; a plain step is a round of one token.
+        num_plain_steps (int): rounds without drafts.
         num_drafted, num_accepted (int): drafts proposed, drafts kept.
+        num_looked_up, num_lookup_accepted (int): those of them that were lookup continuations.
         draft_seconds, verify_seconds, total_seconds (float): wall clock; exact on an asynchronous device only with
             `synchronize_timers`.
         accepted_at (list[int]): over all rows, rounds in which draft i was kept.
@@ -141,8 +185,11 @@ class SpeculationStats:
 
     acceptance_lengths: list[list[int]] = field(default_factory=list)
     num_rounds: int = 0
+    num_plain_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_looked_up: int = 0
+    num_lookup_accepted: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -161,8 +208,11 @@ class SpeculationStats:
         rounds = sum(map(len, self.acceptance_lengths))
         return [count / rounds for count in self.accepted_at]
 
-    def record(self, row: int, drafted: int, accepted: int, kept: int) -> None:
+    def record(self, row: int, drafted: int, accepted: int, kept: int, looked_up: bool = False) -> None:
         """Count one row's round."""
+        if looked_up:
+            self.num_looked_up += drafted
+            self.num_lookup_accepted += accepted
         self.acceptance_lengths[row].append(kept)
         self.accepted_drafts[row].append(accepted)
         self.num_drafted += drafted
@@ -174,7 +224,7 @@ class SpeculationStats:
     def __str__(self) -> str:
         share = self.num_accepted / self.num_drafted if self.num_drafted else 0.0
         return (
-            f"tau {self.mean_acceptance_length:.2f} over {self.num_rounds} rounds, "
+            f"tau {self.mean_acceptance_length:.2f} over {self.num_rounds} rounds ({self.num_plain_steps} plain), "
             f"{self.num_accepted} of {self.num_drafted} drafts accepted ({share:.0%}), "
             f"draft {self.draft_seconds:.2f} s + verify {self.verify_seconds:.2f} s of {self.total_seconds:.2f} s"
         )
@@ -191,24 +241,26 @@ def sample_from_logits(logits: torch.Tensor, do_sample: bool) -> torch.LongTenso
     return torch.multinomial(probabilities.flatten(0, -2), 1).view(logits.shape[:-1])
 
 
-def accept_greedy(drafts: torch.Tensor, target_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_greedy(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Leading drafts that equal the target's own choice.
 
     Args:
-        drafts (int `[batch, n]`), target_scores (float `[batch, n + 1, V]`): position i judges draft i.
+        draft: tokens `[batch, n]`; target_scores (float `[batch, n + 1, V]`): position i judges draft i.
     Returns:
         num_accepted int `[batch]`; the target's tokens int `[batch, n + 1]`, bonus of a row at its num_accepted.
     """
     choices = target_scores.argmax(-1)
-    matches = (drafts == choices[:, :-1]).long()
-    return matches.cumprod(-1).sum(-1), choices
+    matches = (draft.token_ids == choices[:, :-1]) & _counting(draft)
+    return matches.long().cumprod(-1).sum(-1), choices
 
 
 def accept_sampled(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rejection sampling: the kept tokens follow the target's law p exactly, whatever q was.
 
     Draft i is accepted with probability min(1, p/q); at the first rejection the bonus comes from norm(max(0, p - q)),
-    after a whole block from p.
+    after the last of a row's drafts from p. A looked-up draft x is certain: accepted with probability p(x), and after
+    its rejection the bonus comes from p without x. Where a row's drafts end may hang on earlier drafts, never on the
+    one that would come next, so a position follows p whether or not it was drafted.
 
     Args:
         draft: tokens and their laws; target_scores (float `[batch, n + 1, V]`): processed target logits.
@@ -223,19 +275,36 @@ def accept_sampled(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[tor
     num_accepted = torch.zeros(batch_size, dtype=torch.long, device=p.device)
     law = p[:, 0]
     if n:
-        q = draft.logits.float().softmax(-1)
         chosen = draft.token_ids[:, :, None]
-        p_drafted, q_drafted = p[:, :n].gather(2, chosen)[..., 0], q.gather(2, chosen)[..., 0]
-        accepted = torch.rand_like(p_drafted) * q_drafted < p_drafted
+        p_drafted, q_drafted = p[:, :n].gather(2, chosen)[..., 0], torch.ones_like(p[:, :n, 0])
+        if draft.logits is not None:
+            q = draft.logits.float().softmax(-1)
+            q_drafted = q.gather(2, chosen)[..., 0]
+        if draft.looked_up is not None:
+            q_drafted = q_drafted.masked_fill(draft.looked_up[:, None], 1.0)
+        accepted = (torch.rand_like(p_drafted) * q_drafted < p_drafted) & _counting(draft)
         num_accepted = accepted.long().cumprod(-1).sum(-1)
         law = p[rows, num_accepted]
-        rejected = num_accepted < n
-        residual = (law - q[rows, num_accepted.clamp(max=n - 1)]).clamp(min=0)
+        last = num_accepted.clamp(max=n - 1)  # the rejected draft, where there is one
+        certain = torch.zeros_like(law).scatter(1, draft.token_ids[rows, last][:, None], 1.0)
+        q_last = certain if draft.logits is None else q[rows, last]
+        if draft.looked_up is not None:
+            q_last = torch.where(draft.looked_up[:, None], certain, q_last)
+        rejected = _counting(draft)[rows, last] & (num_accepted < n)
+        residual = (law - q_last).clamp(min=0)
         # p == q up to rounding leaves nothing over; a rejection is then a rounding accident, and p itself is right.
         rejected &= residual.sum(-1) > 0
         law = torch.where(rejected[:, None], residual, law)
     tokens[rows, num_accepted] = torch.multinomial(law, 1)[:, 0]
     return num_accepted, tokens
+
+
+def _counting(draft: DraftOutput) -> torch.Tensor:
+    """Which drafts count, bool `[batch, n]`."""
+    slots = torch.arange(draft.token_ids.shape[1], device=draft.token_ids.device)[None]
+    if draft.lengths is None:
+        return torch.ones_like(slots, dtype=torch.bool).expand(len(draft.token_ids), -1)
+    return slots < draft.lengths[:, None]
 
 
 class RowProcessors:

@@ -43,14 +43,18 @@ def make_target(family: str = "llama", seed: int = 0, **overrides):
     return model
 
 
-def make_drafter(target, seed: int = 1, trained_head: bool = True, **overrides):
-    """Tiny drafter for `target`; its head is filled with noise, since a fresh one corrects nothing."""
+def make_drafter(target, seed: int = 1, trained_head: bool = True, schedule: str = "constant", **overrides):
+    """Tiny drafter for `target`; its head is filled with noise, since a fresh one corrects nothing.
+
+    Constant length unless asked otherwise: most tests say which drafts they want to see judged.
+    """
     torch.manual_seed(seed)
     fields = {"num_hidden_layers": 2, "block_size": BLOCK, "mask_token_id": MASK_ID}
     fields |= {"head_hidden_size": 16, "head_rank": 8, "initializer_range": 0.2} | overrides
     drafter = DominoForSpeculation(DominoConfig.from_target(target.config, **fields)).eval()
     if trained_head:
         torch.nn.init.normal_(drafter.embed_proj[2].weight, std=0.5)
+    drafter.generation_config.num_assistant_tokens_schedule = schedule
     return drafter
 
 

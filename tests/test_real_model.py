@@ -26,6 +26,8 @@ def pair():
     tokenizer = AutoTokenizer.from_pretrained(path)
     target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     drafter = AutoModel.from_pretrained(ROOT, trust_remote_code=True, dtype=torch.float32).eval()
+    # tau of whole blocks, whatever this machine's clock says about their worth.
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield tokenizer, target, drafter
@@ -57,6 +59,17 @@ def test_batch_of_chats(pair):
     plain = target.generate(**inputs, max_new_tokens=48, do_sample=False)
     drafted = target.generate(**inputs, max_new_tokens=48, do_sample=False, assistant_model=drafter)
     assert torch.equal(plain, drafted)
+
+
+def test_adaptive_batch_of_chats(pair):
+    tokenizer, target, drafter = pair
+    inputs = chat(tokenizer, PROMPTS)
+    plain = target.generate(**inputs, max_new_tokens=48, do_sample=False)
+    drafter.generation_config.num_assistant_tokens_schedule = "adaptive"
+    drafted = target.generate(**inputs, max_new_tokens=48, do_sample=False, assistant_model=drafter)
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    assert torch.equal(plain, drafted)
+    assert drafter.last_speculation.num_plain_steps > 0
 
 
 def test_head_earns_its_keep(pair):

@@ -14,6 +14,11 @@ REPOSITORY = Path(modeling_domino.__file__).parent
 CODE_FILES = (
     "configuration_domino.py",
     "speculation_domino.py",
+    "lookup_domino.py",
+    "length_domino.py",
+    "rows_domino.py",
+    "targetcache_domino.py",
+    "draftcache_domino.py",
     "generation_domino.py",
     "modeling_domino.py",
     "custom_generate/generate.py",

@@ -1,0 +1,366 @@
+"""How many drafts pay, and whose: the adaptive block length.
+
+Each round has three ways to go: a plain step, a lookup continuation (no forward of the drafter), or the drafter's
+block, in which single rows may take their lookup continuation instead. The most expected tokens per second win:
+
+    rate(n) = sum over rows of E[kept tokens | n drafts] / (T_draft(n) + T_verify(n))
+
+E comes from decayed counts of acceptance by slot, T from this call's own clock. Exactness does not depend on any of
+it: what is decided before a token is drawn looks at the text so far and never at the draw, and every draft is judged.
+
+Never slower: a plain step is the default, speculation has to beat it by `MARGIN`. While it does not, the drafter is
+tried again after ever longer pauses, and only while the time lost to it stays below `LOSS_SHARE` of the total.
+
+Sampled calls repeat under a seed, so their decisions must not hang on the clock's noise: they open with a fixed
+sequence of rounds, and from then on use cost ratios that the first such call in this process measured, in coarse
+steps. Those ratios, facts about the machine and no text, are all that a call leaves behind; greedy ones leave nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from .lookup_domino import SUFFIX_SIZES
+
+# Acceptance: believed of an unseen slot, and what that belief weighs in observations; memory of about twenty rounds.
+PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY = 0.7, 1.0, 2.0, 0.95
+# Seconds of n drafts in units of the least, where only one length was measured: what n more drafts add.
+DRAFT_SLOPE, VERIFY_SLOPE = 0.1, 0.1
+SAMPLES = 7
+RATIO_STEP = 1.25
+MARGIN = 1.03
+LOSS_SHARE = 0.025
+# Plain steps before the drafter is tried again, at first and at most; drafts of such a trial.
+FIRST_PAUSE, LONGEST_PAUSE, TRIAL_DRAFTS = 8, 256, 2
+# Below this gain over plain steps a plain step is timed again now and then, in ever longer intervals.
+SAFE_GAIN, FIRST_RECHECK = 1.5, 4
+
+
+@dataclass
+class Plan:
+    """What one round drafts.
+
+    Args:
+        drafts (int): most drafts of a row; 0 is a plain step.
+        use_head (bool): the drafter runs.
+        lookup (list): of each row, the continuation it takes instead of the drafter's tokens, or None.
+    """
+
+    drafts: int = 0
+    use_head: bool = False
+    lookup: list[list[int] | None] = field(default_factory=list)
+
+
+class Acceptance:
+    """How often draft i was right where those before it were: decayed counts by row and slot."""
+
+    def __init__(self, rows: int, slots: int):
+        self.right = torch.zeros(rows, slots, dtype=torch.float64)
+        self.tried = torch.zeros(rows, slots, dtype=torch.float64)
+        self._expected: torch.Tensor | None = None
+
+    def observe(self, drafted: list[int], accepted: list[int]) -> None:
+        """One round: drafts of each row, and how many of them were right; a row with 0 drafts shows nothing."""
+        slots = torch.arange(self.right.shape[1])
+        hits = torch.tensor(accepted)[:, None]
+        judged = slots < torch.minimum(hits + 1, torch.tensor(drafted)[:, None])
+        self.right = torch.where(judged, DECAY * self.right + (slots < hits), self.right)
+        self.tried = torch.where(judged, DECAY * self.tried + 1, self.tried)
+        self._expected = None
+
+    def expected(self) -> torch.Tensor:
+        """Tokens a round keeps, bonus included, `[rows, slots + 1]` for 0 to `slots` drafts."""
+        if self._expected is None:
+            level, pooled = PRIOR, []
+            for right, tried in zip(self.right.sum(0).tolist(), self.tried.sum(0).tolist(), strict=True):
+                # A slot that was seldom reached is believed to be like the one before it.
+                level = (right + PRIOR_WEIGHT * level) / (tried + PRIOR_WEIGHT)
+                pooled.append(level)
+            shared = torch.tensor(pooled, dtype=torch.float64)
+            rates = (self.right + ROW_WEIGHT * shared) / (self.tried + ROW_WEIGHT)  # [rows, slots]
+            kept = torch.cat([torch.ones(len(rates), 1, dtype=torch.float64), rates.cumprod(1)], dim=1)
+            self._expected = kept.cumsum(1)
+        return self._expected
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows."""
+        self.right, self.tried, self._expected = self.right[rows], self.tried[rows], None
+
+
+class Costs:
+    """Seconds of drafting and of verifying by number of drafts, as measured or fixed."""
+
+    def __init__(self, fixed: dict[str, dict[int, float]] | None = None):
+        self.fixed = fixed
+        self._samples: dict[str, dict[int, list[float]]] = {"draft": {}, "verify": {}}
+        self._counts: dict[tuple[str, int], int] = {}
+        self._least: dict[str, dict[int, float]] = {"draft": {}, "verify": {}}
+        # Measured with another number of rows: right in proportion to each other, not in size.
+        self._stale: dict[str, dict[int, float]] = {"draft": {}, "verify": {}}
+
+    def record(self, kind: str, drafts: int, seconds: float) -> None:
+        """One measurement; the first of its kind and length pays for warming up and gives way to the second."""
+        samples = self._samples[kind].setdefault(drafts, [])
+        self._least[kind][drafts] = min(seconds, self._least[kind].get(drafts, seconds))
+        count = self._counts.get((kind, drafts), 0)
+        self._counts[kind, drafts] = count + 1
+        if count == 1:
+            samples.clear()
+        samples.append(seconds)
+        del samples[:-SAMPLES]
+        if self._stale[kind]:
+            factor = statistics.median(samples) / _interpolated(self._stale[kind], drafts, 0.0)
+            for points in self._stale.values():
+                for length in points:
+                    points[length] *= factor
+
+    def new_batch_size(self) -> None:
+        """Other rows from now on: what was measured holds as a proportion until it is measured again."""
+        if self.fixed is None:
+            self._stale = {kind: self.points(kind) for kind in self._samples}
+            self._samples = {"draft": {}, "verify": {}}
+            self._counts = {}
+
+    def points(self, kind: str) -> dict[int, float]:
+        """Best known seconds by number of drafts."""
+        if self.fixed is not None:
+            return self.fixed[kind]
+        known = {n: statistics.median(s) for n, s in self._samples[kind].items()}
+        warm = {**self._stale[kind], **{n: s for n, s in known.items() if self._counts[kind, n] > 1}}
+        if len(warm) > 1:
+            # A first measurement may have paid for warming up: its neighbours bound it.
+            known = {n: warm.get(n, min(s, _interpolated(warm, n, 0.0))) for n, s in known.items()}
+        return {**warm, **known}
+
+    def curves(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seconds of drafting and of verifying 0 to `most` drafts, `[most + 1]` each; drafting none costs none."""
+        draft, verify = self.points("draft"), self.points("verify")
+        plain = _interpolated(verify, 0, VERIFY_SLOPE)
+        if not draft:
+            draft = {1: 0.3 * plain}
+        elif self.fixed is None and not any(self._counts.get(("draft", n), 2) > 1 for n in draft):
+            draft = {n: min(seconds, plain) for n, seconds in draft.items()}  # the drafter's first run was a cold one
+        drafting = [0.0] + [_interpolated(draft, n, DRAFT_SLOPE) for n in range(1, most + 1)]
+        verifying = [_interpolated(verify, n, VERIFY_SLOPE) for n in range(most + 1)]
+        return torch.tensor(drafting, dtype=torch.float64), torch.tensor(verifying, dtype=torch.float64)
+
+    def ratios(self) -> dict[str, dict[int, float]]:
+        """All costs in units of a plain step, rounded to powers of `RATIO_STEP`, so that noise leaves no trace.
+
+        From few measurements the least is the one to believe: whatever disturbs a clock makes it read more.
+        """
+        unit = _interpolated(self._least["verify"], 0, VERIFY_SLOPE)
+
+        def coarse(seconds: float) -> float:
+            return RATIO_STEP ** round(math.log(max(seconds, 1e-9) / unit, RATIO_STEP))
+
+        return {kind: {n: coarse(s) for n, s in points.items()} for kind, points in self._least.items()}
+
+
+def _interpolated(points: dict[int, float], drafts: int, slope: float) -> float:
+    """Value at `drafts`: on the line between measured neighbours, or by `slope` from the nearest."""
+    if not points:
+        return 1.0 + slope * drafts
+    if drafts in points:
+        return points[drafts]
+    lengths = sorted(points)
+    below = [n for n in lengths if n < drafts]
+    above = [n for n in lengths if n > drafts]
+    if below and above:
+        low, high = below[-1], above[0]
+        return points[low] + (points[high] - points[low]) * (drafts - low) / (high - low)
+    if len(below) > 1:
+        low, high = below[-2:]
+        return points[high] + max(0.0, points[high] - points[low]) * (drafts - high) / (high - low)
+    near = below[-1] if below else above[0]
+    return points[near] * (1 + slope * drafts) / (1 + slope * near)
+
+
+# Of a drafter and a target, cost ratios by what else decides them. Weak: a model that is gone takes its ratios along.
+_RATIOS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class ConstantLength:
+    """`num_assistant_tokens_schedule="constant"`: as many drafts as there may be, every round."""
+
+    costs = None
+
+    def choose(self, found, most: int) -> Plan:
+        return Plan(most, True)
+
+    def observe(self, *args, **kwargs) -> None:
+        pass
+
+    def select(self, rows: list[int]) -> None:
+        pass
+
+
+class AdaptiveLength:
+    """Chooses each round's plan; made for one call and forgotten with it.
+
+    Args:
+        rows (int): rows of the batch.
+        limit (int): most drafts a round.
+        sampled (tuple, optional): drafter, target and what else the machine's cost ratios depend on; given where the
+            text must repeat under a seed.
+    """
+
+    def __init__(self, rows: int, limit: int, sampled: tuple | None = None):
+        self.head = Acceptance(rows, limit)
+        self.lookups = {size: Acceptance(rows, limit) for size in SUFFIX_SIZES}
+        half = (limit + 1) // 2
+        self.opening = [0, half] if sampled is None else [0, half, 0, half]
+        self._second_look = half if sampled is None else 0
+        self.costs = Costs()
+        self._memo, self._key = None, None
+        if sampled is not None:
+            drafter, target, *key = sampled
+            self._memo = _RATIOS.setdefault(drafter, weakref.WeakKeyDictionary()).setdefault(target, {})
+            self._key = tuple(key)
+        self.pause, self.plain_run = FIRST_PAUSE, 0
+        self.recheck, self.since_plain = FIRST_RECHECK, 0
+        self.spent = self.lost = 0.0  # by the costs believed, in their unit
+        self._opened: list[tuple[Plan, int, float]] = []  # rounds of a sampled call before its costs were fixed
+        self._trial = False
+
+    def choose(self, found: list[tuple[int, list[int]]], most: int) -> Plan:
+        """The round's plan.
+
+        Args:
+            found: of each row, the size of the matched suffix and its continuation.
+            most (int): most drafts that have room.
+        """
+        self._trial = False
+        if most == 0:
+            return Plan()
+        if self.opening:
+            drafts = min(self.opening.pop(0), most)
+            return Plan(drafts, drafts > 0)
+        if self._memo is not None and self.costs.fixed is None:
+            self._fix_costs()
+        looked_up = any(size for size, _ in found)
+        if 0 < self.plain_run < self.pause and not looked_up:
+            return Plan()  # nothing changed that could change the last answer
+        return self._best(found, most, looked_up)
+
+    def _fix_costs(self) -> None:
+        """End of a sampled call's opening: what was decided and counted from the clock gives way to fixed ratios."""
+        self.costs = Costs(self._memo.setdefault(self._key, self.costs.ratios()))
+        self.spent = self.lost = 0.0
+        for plan, width, kept in self._opened:
+            self._account(plan, width, kept)
+
+    def _best(self, found, most: int, looked_up: bool) -> Plan:
+        draft, verify = self.costs.curves(most)
+        head = self.head.expected()[:, : most + 1]  # [rows, most + 1]
+        rows, plain = len(head), len(head) / float(verify[0])
+        lookup = self._lookup_expected(found, most) if looked_up else torch.ones_like(head)
+        by_lookup = lookup.sum(0) / verify * looked_up
+        by_head = torch.maximum(head, lookup).sum(0) / (draft + verify)
+        by_head[0] = 0
+        use_head = float(by_head.max()) >= float(by_lookup.max())
+        rates = by_head if use_head else by_lookup
+        drafts, rate = int(rates.argmax()), float(rates.max())
+        if drafts == 0 or rate < MARGIN * plain:
+            return self._rest(head, draft, verify)
+        if self.costs.fixed is None and rate < SAFE_GAIN * plain and self.since_plain >= self.recheck:
+            self.recheck *= 2
+            return Plan()
+        better = lookup[:, drafts] > head[:, drafts] if use_head else torch.ones(rows, dtype=torch.bool)
+        taken = [
+            tokens if size and wins else None for (size, tokens), wins in zip(found, better.tolist(), strict=True)
+        ]
+        return Plan(drafts, use_head, taken)
+
+    def _rest(self, head, draft, verify) -> Plan:
+        """A plain step, or a trial of the drafter when one is due, could pay at all, and can be afforded."""
+        drafts = min(TRIAL_DRAFTS, len(verify) - 1)
+        whole = torch.arange(1, len(verify) + 1, dtype=torch.float64)
+        hopeless = bool((whole * verify[0] < draft + verify)[1:].all())
+        cost = float(draft[drafts] + verify[drafts] - head[:, drafts].mean() * verify[0])
+        if self.plain_run < self.pause:
+            return Plan()
+        if hopeless or self.lost + cost > LOSS_SHARE * self.spent:
+            self.plain_run = max(1, self.pause - FIRST_PAUSE)  # ask again in a while
+            return Plan()
+        self._trial = True
+        return Plan(drafts, True)
+
+    def _lookup_expected(self, found, most: int) -> torch.Tensor:
+        kept = torch.ones(len(found), most + 1, dtype=torch.float64)
+        for size, acceptance in self.lookups.items():
+            rows = [i for i, (matched, _) in enumerate(found) if matched == size]
+            if rows:
+                kept[rows] = acceptance.expected()[rows, : most + 1]
+        return kept
+
+    def observe(self, plan: Plan, found, drafted, accepted, looked_up, new: list[list[int]], seconds) -> None:
+        """What a round showed.
+
+        Args:
+            plan: the round's plan; drafted, accepted, looked_up (list): of each row, drafts, those kept, and whether
+                they were its lookup continuation.
+            found: as for `choose`; new: committed tokens of each row.
+            seconds (tuple or None): of drafting and of everything else; None where the clock was not read.
+        """
+        if plan.use_head:
+            own = [0 if given else count for count, given in zip(drafted, looked_up, strict=True)]
+            self.head.observe(own, accepted)
+        self._observe_lookups(found, new)
+        width = max(drafted)
+        if seconds is not None and self.costs.fixed is None:
+            if plan.use_head and width:
+                self.costs.record("draft", width, seconds[0])
+            self.costs.record("verify", width, seconds[1])
+        kept = sum(map(len, new)) / len(new)
+        if self._memo is not None and self.costs.fixed is None:
+            self._opened.append((plan, width, kept))
+        self._account(plan, width, kept)
+        self.since_plain = self.since_plain + 1 if plan.drafts else 0
+        if plan.drafts == 0:
+            self.plain_run += 1
+        elif plan.use_head:
+            self.plain_run = 0
+        if plan.drafts and self._second_look:
+            # The drafter's first run says little about its cost: one that was right is run again before it is judged.
+            if 2 * sum(accepted) >= sum(drafted):
+                self.opening.append(self._second_look)
+            self._second_look = 0
+        if self._trial:
+            right = 2 * sum(accepted) >= sum(drafted)
+            self.pause = 1 if right else min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self.pause))
+
+    def _account(self, plan: Plan, width: int, kept: float) -> None:
+        """Time spent, and time lost against plain steps for as many tokens (`kept` a row)."""
+        draft, verify = self.costs.curves(width)
+        cost = float(draft[-1] * plan.use_head + verify[-1])
+        self.spent += cost
+        if plan.drafts:
+            self.lost = max(0.0, self.lost + cost - kept * float(verify[0]))
+
+    def _observe_lookups(self, found, new) -> None:
+        """The text shows for nothing whether a continuation would have been right, proposed or not."""
+        if not any(size for size, _ in found):
+            return
+        for size, acceptance in self.lookups.items():
+            judged, right = [0] * len(found), [0] * len(found)
+            for i, (matched, tokens) in enumerate(found):
+                if matched == size:
+                    pairs = list(zip(tokens, new[i], strict=False))
+                    judged[i] = len(pairs)
+                    right[i] = next((j for j, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+            if any(judged):
+                acceptance.observe(judged, right)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows."""
+        self.head.select(rows)
+        for acceptance in self.lookups.values():
+            acceptance.select(rows)
+        self.costs.new_batch_size()
+        self.plain_run = 0  # fewer rows may pay where more did not

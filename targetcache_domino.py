@@ -1,0 +1,183 @@
+"""The target's cache as the loop needs it: appending copies nothing, and rows may keep different numbers of tokens.
+
+The library's layer joins old and new keys by `torch.cat`, which copies the whole context for every token. Here each
+layer writes into spare room behind its keys, and `keys` and `values` are views of what is in use.
+
+Memory is bounded by what was committed, L columns of the longest row:
+- spare room is at most `slack(L)` columns when a layer has just grown, and a layer grows only when it is full;
+- columns of rejected drafts are dropped at the end of their round where no row kept them. Where some row did, the
+  other rows keep a masked hole there: nothing moves. When there are more than `slack(L)` holes, all rows are gathered
+  to the right in one copy, so holes cost a copy once in a while and never more than `slack(L)` columns.
+Together at most L + 2 * slack(L) columns plus the block in flight, about 1.13 L.
+
+Sliding windows count columns, not tokens, so a cache with sliding layers keeps no holes: after a round in which rows
+kept different numbers, rows are shifted right at once.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+SLACK_SHARE = 16
+LEAST_SLACK = 8
+
+
+def slack(length: int) -> int:
+    """Columns of room that a cache of `length` columns may waste."""
+    return max(LEAST_SLACK, length // SLACK_SHARE)
+
+
+class SpareRoom:
+    """Appending to a layer's `keys` and `values` in place, while there is room in the buffers they are views of."""
+
+    # Not to be taken for the library's own layer of its kind where it looks layers up by kind.
+    _layer_type = None
+
+    @classmethod
+    def adopt(cls, layer: DynamicLayer):
+        """A layer of this class with everything that `layer` holds; its tensors are never written to."""
+        made = cls.__new__(cls)
+        made.__dict__.update(layer.__dict__, _buffers={})
+        return made
+
+    def release(self) -> DynamicLayer:
+        """The library's own layer with everything that this one holds."""
+        kind = type(self).__mro__[2]
+        layer = kind.__new__(kind)
+        layer.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_buffers"})
+        return layer
+
+    def append(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        """`keys` or `values` `[batch, heads, length, dim]` with `new` behind them."""
+        live, buffer = getattr(self, name), self._buffers.get(name)
+        length = live.shape[2] + new.shape[2]
+        start = None
+        if buffer is not None and _is_view(live, buffer):
+            start = live.storage_offset() // live.stride(2)
+        if start is None or start + length > buffer.shape[2]:
+            start = 0
+            buffer = new.new_empty(*new.shape[:2], length + slack(length), new.shape[3])
+            buffer[:, :, : live.shape[2]] = live
+            self._buffers[name] = buffer
+        buffer[:, :, start + live.shape[2] : start + length] = new
+        return buffer[:, :, start : start + length]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows; the buffers of all rows go at once, layer by layer."""
+        super().batch_select_indices(indices)
+        self._buffers.clear()
+
+
+def _is_view(live: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Whether `live` is a run of columns of `buffer`; what the library selects or reorders is not."""
+    return (
+        live.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        and live.shape[:2] == buffer.shape[:2]
+        and live.stride() == buffer.stride()
+    )
+
+
+class GrowingLayer(SpareRoom, DynamicLayer):
+    """Full attention."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.keys, self.values = self.append("keys", key_states), self.append("values", value_states)
+        return self.keys, self.values
+
+
+class GrowingSlidingLayer(SpareRoom, DynamicSlidingWindowLayer):
+    """Sliding window; keeps the past until `crop`, as the library's layer does while it records."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.cumulative_length += key_states.shape[-2]
+        self.keys, self.values = self.append("keys", key_states), self.append("values", value_states)
+        visible = self.sliding_window - 1 + key_states.shape[-2]
+        return self.keys[:, :, -visible:], self.values[:, :, -visible:]
+
+
+GROWING = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
+
+
+@contextmanager
+def growing(cache: DynamicCache):
+    """The cache's plain attention layers with spare room for as long as the context lasts, then as they came.
+
+    Layers of other kinds, layers without states of their own and offloaded caches stay as they are.
+    """
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+    for i, layer in enumerate(cache.layers):
+        if type(layer) in GROWING and layer.is_initialized and not getattr(cache, "offloading", False):
+            cache.layers[i] = GROWING[type(layer)].adopt(layer)
+    try:
+        yield cache
+    finally:
+        for i, layer in enumerate(cache.layers):
+            if isinstance(layer, SpareRoom):
+                cache.layers[i] = layer = layer.release()
+            if hasattr(layer, "record_past"):
+                layer.record_past = False  # a caller's cache goes on as it came
+
+
+def _gather_layer(layer: DynamicLayer, index: torch.Tensor) -> None:
+    """Keep columns `index` `[batch, length]` of each row."""
+    for name in ("keys", "values"):
+        states = getattr(layer, name)
+        wide = index.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+        setattr(layer, name, states.gather(2, wide))
+        getattr(layer, "_buffers", {}).pop(name, None)
+
+
+def settle(cache: DynamicCache, mask: torch.Tensor, new: int, kept: list[int]) -> torch.Tensor:
+    """Forget rejected drafts after a round.
+
+    Args:
+        cache: holds the round's `new` columns at its end.
+        mask (bool `[batch, columns]`): columns that are a row's own, the `new` ones included.
+        new (int): columns of the round, anchor and drafts.
+        kept (list[int]): of each row, how many of them stay, from the left.
+    Returns:
+        bool `[batch, columns left]`: the mask of what the cache holds now.
+    """
+    longest, drop = max(kept), new - max(kept)
+    sliding, ragged = any(cache.is_sliding), min(kept) < longest
+    if sliding and ragged:
+        # Before the crop: a row that moves right needs columns that the crop puts out of the window.
+        mask = _shift(cache, mask, torch.tensor([longest - count for count in kept], device=mask.device))
+    if drop or sliding:
+        cache.crop(-drop)
+    mask = mask[:, : mask.shape[1] - drop]
+    if sliding or not ragged:
+        return mask
+    stays = torch.tensor(kept, device=mask.device)[:, None] > torch.arange(longest, device=mask.device)
+    return torch.cat([mask[:, :-longest], mask[:, -longest:] & stays], dim=1)
+
+
+def _shift(cache: DynamicCache, mask: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+    """Move each row right by its shift, over rejected drafts; a layer may hold fewer columns than the mask."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            # Column j of a row takes what stood `shift` to its left; what wraps around is masked padding.
+            columns = torch.arange(layer.keys.shape[2], device=shifts.device)
+            _gather_layer(layer, (columns[None] - shifts[:, None]) % columns.shape[0])
+    source = torch.arange(mask.shape[1], device=mask.device)[None] - shifts[:, None]
+    return mask.gather(1, source.clamp(min=0)) & (source >= 0)
+
+
+def compact(cache: DynamicCache, mask: torch.Tensor, longest: int) -> torch.Tensor:
+    """Gather rows to the right once holes and padding exceed the slack of `longest`, the longest row's columns.
+
+    Returns the mask `[batch, columns left]`.
+    """
+    if mask.shape[1] - longest <= slack(longest) or any(cache.is_sliding):
+        return mask
+    # A stable sort of False before True: a row's own columns end up at the right, in their order.
+    index = mask.to(torch.uint8).argsort(dim=1, stable=True)[:, -longest:]
+    for layer in cache.layers:
+        if layer.is_initialized:
+            _gather_layer(layer, index)
+    return mask.gather(1, index)
