@@ -61,7 +61,7 @@ def main() -> None:
     table = Table(title="greedy, batch 1, one run on this machine")
     for column in ("", "seconds", "tokens/s", "target passes", "tau", "wall clock vs plain"):
         table.add_column(column, justify="right")
-    same = False
+    same = True
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         target = AutoModelForCausalLM.from_pretrained(arguments.target_model_name_or_path, dtype=dtype).eval()
@@ -72,28 +72,31 @@ def main() -> None:
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         generate(target, inputs, 4)
-        generate(target, inputs, 4, drafter)
         plain, plain_seconds = generate(target, inputs, arguments.max_new_tokens)
-        drafted, seconds = generate(target, inputs, arguments.max_new_tokens, drafter)
-        stats = drafter.last_speculation
-        if dtype == torch.float32:
-            same = torch.equal(plain, drafted)
-            console.print(Panel(arguments.prompt, title="prompt"))
-            console.print(
-                Panel(coloured(tokenizer, drafted, stats), title="answer: [green]drafted[/] and target's own")
-            )
         table.add_row(f"{name} plain", f"{plain_seconds:.1f}", f"{len(plain) / plain_seconds:.1f}", str(len(plain)))
-        table.add_row(
-            f"{name} Domino",
-            f"{seconds:.1f}",
-            f"{len(drafted) / seconds:.1f}",
-            str(stats.num_rounds + 1),
-            f"{stats.mean_acceptance_length:.2f}",
-            f"{plain_seconds / seconds:.2f}x",
-        )
+        for schedule, label in (("constant", "whole blocks"), ("adaptive", "adaptive")):
+            drafter.generation_config.num_assistant_tokens_schedule = schedule
+            generate(target, inputs, 4, drafter)
+            drafted, seconds = generate(target, inputs, arguments.max_new_tokens, drafter)
+            stats = drafter.last_speculation
+            if dtype == torch.float32:
+                same = same and torch.equal(plain, drafted)
+                if schedule == "constant":
+                    console.print(Panel(arguments.prompt, title="prompt"))
+                    answer = coloured(tokenizer, drafted, stats)
+                    console.print(Panel(answer, title="answer: [green]drafted[/] and target's own"))
+            table.add_row(
+                f"{name} Domino, {label}",
+                f"{seconds:.1f}",
+                f"{len(drafted) / seconds:.1f}",
+                str(stats.num_rounds + 1),
+                f"{stats.mean_acceptance_length:.2f}",
+                f"{plain_seconds / seconds:.2f}x",
+            )
     console.print(table)
     console.print(
-        "tau: tokens kept per verification forward (plain decoding has 1). Both texts were compared in float32, where "
+        "tau: tokens kept per verification forward (plain decoding has 1). Adaptive, the default, drafts as many tokens as "
+        "pay on this machine, which may be none. All texts were compared in float32, where "
         "they must be equal; bfloat16 rounds one-token and many-token forwards apart."
     )
     if not same:
