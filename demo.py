@@ -95,8 +95,8 @@ def main() -> None:
             )
     console.print(table)
     console.print(
-        "tau: tokens kept per verification forward (plain decoding has 1). Adaptive, the default, drafts as many tokens "
-        "as pay on this machine, which may be none. All texts were compared in float32, where they must be equal; "
+        "tau: tokens kept per verification forward (plain decoding has 1). Adaptive, the default, drafts as many as "
+        "pay on this machine, which may be none. All texts were compared in float32, where they must be equal; "
         "bfloat16 rounds one-token and many-token forwards apart."
     )
     if not same:
