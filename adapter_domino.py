@@ -260,8 +260,7 @@ def settle_schedule(drafter: DominoForSpeculation, args) -> None:
     Raises:
         ValueError: a curriculum was asked for.
     """
-    head = {id(p) for module in drafter.head_modules() for p in module.parameters()}
-    if any(p.requires_grad and id(p) not in head for p in drafter.parameters()):
+    if any(p.requires_grad for p in drafter.backbone_parameters()):
         return
     default = type(args).__dataclass_fields__["lambda_decay_ratio"].default
     allowed = {"stage1_ratio": (0,), "stage_switch": ("fixed",), "lambda_decay_ratio": (0, default)}

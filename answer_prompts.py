@@ -176,20 +176,29 @@ def load_answers(path: str | Path, tokenizer=None, prompts: str | Path | None = 
     return joined
 
 
+def left_padded(prompts: list[list[int]], pad_token_id: int, device) -> dict[str, torch.Tensor]:
+    """`generate` inputs of prompts of any lengths."""
+    width = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompts], device=device),
+        "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device),
+    }
+
+
+def ended(target, completions: torch.Tensor) -> list[list[int]]:
+    """New ids `[batch, new]` as lists that end after the first end-of-sequence token."""
+    eos = target.generation_config.eos_token_id
+    stops = set(eos if isinstance(eos, list) else [eos])
+    rows = completions.tolist()
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in stops), len(row))] for row in rows]
+
+
 @torch.inference_mode()
 def answer_batch(target, prompts: list[list[int]], pad_token_id: int, **sampling) -> list[list[int]]:
     """Completions, ended after the first end-of-sequence token, of left-padded prompts in one `generate`."""
-    width = max(map(len, prompts))
-    input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
-    output = target.generate(input_ids=input_ids, attention_mask=mask, pad_token_id=pad_token_id, **sampling)
-    eos = target.generation_config.eos_token_id
-    stops = set(eos if isinstance(eos, list) else [eos])
-    completions = []
-    for row in output[:, width:].tolist():
-        end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
-        completions.append(row[:end])
-    return completions
+    inputs = left_padded(prompts, pad_token_id, target.device)
+    output = target.generate(**inputs, pad_token_id=pad_token_id, **sampling)
+    return ended(target, output[:, inputs["input_ids"].shape[1] :])
 
 
 def _batches(prompts: Iterable[dict], tokenizer, options: AnswerOptions) -> tuple[list[dict[str, list[int]]], int]:

@@ -16,7 +16,6 @@ and the number of equal texts is reported.
 import argparse
 import itertools
 import json
-import platform
 import statistics
 import subprocess
 import time
@@ -26,7 +25,8 @@ from pathlib import Path
 import torch
 import transformers
 from domino_spec import DominoForSpeculation
-from domino_spec.answer_prompts import read_jsonl, tokenize_prompt
+from domino_spec.answer_prompts import ended, left_padded, read_jsonl, tokenize_prompt
+from domino_spec.report_domino import processor_name
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
@@ -70,12 +70,9 @@ def run(method: str, target, drafter, inputs: dict[str, torch.Tensor], sampling:
         output = target.generate(**inputs, **sampling, **extra, pad_token_id=pad)
         synchronize(target)
         seconds = time.perf_counter() - started
-    ends = target.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
     rows = []
-    for i, ids in enumerate(output[:, prompt_length:].tolist()):
-        length = next((j + 1 for j, token in enumerate(ids) if token in ends), len(ids))
-        row = {"ids": ids[:length], "seconds": seconds / batch_size, "rounds": len(calls) - 1}
+    for i, ids in enumerate(ended(target, output[:, prompt_length:])):
+        row = {"ids": ids, "seconds": seconds / batch_size, "rounds": len(calls) - 1}
         if "assistant_model" in extra:
             stats = drafter.last_speculation
             if stats.num_rounds != len(calls) - 1:
@@ -84,7 +81,7 @@ def run(method: str, target, drafter, inputs: dict[str, torch.Tensor], sampling:
             row["draft_seconds"] = stats.draft_seconds / batch_size
             row["verify_seconds"] = stats.verify_seconds / batch_size
         elif batch_size > 1:
-            row["rounds"] = length - 1
+            row["rounds"] = len(ids) - 1
         rows.append(row)
     return rows
 
@@ -114,11 +111,7 @@ def batches(rows: list[dict], tokenizer, batch_size: int, device: str, pad: int)
     """Left-padded `generate` inputs of the prompts, in order."""
     for start in range(0, len(rows), batch_size):
         prompts = [tokenize_prompt(row, tokenizer) for row in rows[start : start + batch_size]]
-        width = max(map(len, prompts))
-        yield {
-            "input_ids": torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device),
-            "attention_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
-        }
+        yield left_padded(prompts, pad, device)
 
 
 def tau_of(results: list[dict]) -> tuple[float, float]:
@@ -157,13 +150,10 @@ def summarise(runs: dict[str, list[dict]]) -> dict[str, dict]:
 
 def machine() -> dict[str, str]:
     """What a reader needs to judge the numbers."""
-    name = platform.processor()
+    name = processor_name()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
-        flags = next((line for line in lines if line.startswith("flags")), "")
-        name += ", avx512_bf16" if "avx512_bf16" in flags else ", no avx512_bf16"
+        name += ", avx512_bf16" if "avx512_bf16" in cpuinfo.read_text() else ", no avx512_bf16"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     commit = subprocess.run(

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
 from .answer_prompts import prompt_key
+from .data_domino import BlockCollator
 from .objective_domino import TargetStates, target_states
 
 INDEX = "index.json"
@@ -56,6 +57,18 @@ def fingerprint(target) -> str:
     return digest.hexdigest()[:16]
 
 
+def kept_dtype(target, dtype: str) -> tuple[str, str]:
+    """Names of the target's dtype and of the one its states are kept in; "auto" is the same.
+
+    Raises:
+        ValueError: a dtype that is none of auto, float32, bfloat16 and float16.
+    """
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"states_dtype is '{dtype}'; expected auto, float32, bfloat16 or float16.")
+    own = str(target.dtype).removeprefix("torch.")
+    return own, own if dtype == "auto" else dtype
+
+
 @dataclass(frozen=True)
 class StatesFormat:
     """What a store's states were made for; two stores with equal formats are interchangeable.
@@ -82,16 +95,14 @@ class StatesFormat:
         Raises:
             ValueError: a dtype that is none of auto, float32, bfloat16 and float16.
         """
-        if dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"states_dtype is '{dtype}'; expected auto, float32, bfloat16 or float16.")
-        own = str(target.dtype).removeprefix("torch.")
+        own, kept = kept_dtype(target, dtype)
         return cls(
             target=os.path.basename(os.path.normpath(target.config._name_or_path or "target")),
             fingerprint=fingerprint(target),
             target_dtype=own,
             layer_ids=list(layer_ids),
             hidden_size=target.config.get_text_config().hidden_size,
-            dtype=own if dtype == "auto" else dtype,
+            dtype=kept,
         )
 
     @property
@@ -318,11 +329,8 @@ def _batches(places: list[tuple[int, int]], batch_tokens: int) -> Iterator[list[
 
 def _run(format: StatesFormat, target, batch: list[dict]) -> list[TargetStates]:
     """What is kept of each row after one target forward over all of them."""
-    width = max(len(row["input_ids"]) for row in batch)
-    gaps = [width - len(row["input_ids"]) for row in batch]
-    ids = torch.tensor([row["input_ids"] + [0] * gap for row, gap in zip(batch, gaps, strict=True)])
-    mask = torch.tensor([[1] * (width - gap) + [0] * gap for gap in gaps])
-    states = target_states(target, format.layer_ids, ids.to(target.device), mask.to(target.device))
+    padded = {name: value.to(target.device) for name, value in BlockCollator(pad_token_id=0)(batch).items()}
+    states = target_states(target, format.layer_ids, padded["input_ids"], padded["attention_mask"])
     return [format.cut(states, i, row["supervised"]) for i, row in enumerate(batch)]
 
 

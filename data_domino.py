@@ -145,6 +145,11 @@ def first_anchors(supervised: torch.Tensor) -> torch.Tensor:
     return valid
 
 
+def can_teach(row: dict[str, list[int]]) -> bool:
+    """Whether a token row has an anchor."""
+    return len(row["supervised"]) > 1 and bool(first_anchors(torch.tensor(row["supervised"])).any())
+
+
 def sample_anchors(valid: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None):
     """Up to `num_anchors` anchors a row, without repetition.
 
@@ -223,10 +228,7 @@ def prepare_dataset(rows, tokenizer, max_length: int, template_kwargs: dict | No
         return made
 
     made = rows.map(convert, batched=True, remove_columns=rows.column_names, desc="tokenising")
-    useful = made.filter(
-        lambda row: len(row["supervised"]) > 1 and bool(first_anchors(torch.tensor(row["supervised"])).any()),
-        desc="dropping rows without an anchor",
-    )
+    useful = made.filter(can_teach, desc="dropping rows without an anchor")
     return useful, len(made) - len(useful)
 
 

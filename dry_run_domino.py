@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .adapter_domino import attach_adapter, settle_schedule
-from .cache_domino import StatesFormat
+from .cache_domino import StatesFormat, kept_dtype
 from .configuration_domino import DominoConfig
-from .data_domino import first_anchors, load_rows, tokenize_row
+from .data_domino import can_teach, load_rows, tokenize_row
 from .modeling_domino import DominoForSpeculation
 from .objective_domino import check_source_layers
 from .trainer_domino import Curriculum
@@ -116,8 +116,7 @@ def build_on_meta(script, model, config: DominoConfig | None):
 
 def states_format(args, config: DominoConfig, target) -> StatesFormat:
     """How the target's states would be kept."""
-    own = str(target.dtype).removeprefix("torch.")
-    dtype = own if args.states_dtype == "auto" else args.states_dtype
+    own, dtype = kept_dtype(target, args.states_dtype)
     return StatesFormat(config.target_name_or_path or "", "", own, config.target_layer_ids, config.hidden_size, dtype)
 
 
@@ -145,9 +144,7 @@ def measure_data(script, args, states: StatesFormat) -> DataSize:
         for row in rows.select(range(min(SAMPLED_ROWS, len(rows))))
     ]
     cut = [{key: value[: args.max_length] for key, value in row.items()} for row in sample]
-    usable = [
-        row for row in cut if len(row["supervised"]) > 1 and first_anchors(torch.tensor(row["supervised"])).any()
-    ]
+    usable = [row for row in cut if can_teach(row)]
     share = len(rows) / len(sample)
     count = round(len(usable) * share)
     if count <= script.eval_rows:
@@ -204,7 +201,7 @@ def layout_rows(config: DominoConfig) -> list[tuple[str, str]]:
 
 def parameter_rows(drafter: DominoForSpeculation) -> list[tuple[str, str]]:
     """Backbone, head and both, with the size of the saved file."""
-    head = count(p for module in drafter.head_modules() for p in module.parameters())
+    head = count(drafter.head_parameters())
     total = count(drafter.parameters())
     return [
         ("backbone", millions(total - head)),
@@ -216,17 +213,12 @@ def parameter_rows(drafter: DominoForSpeculation) -> list[tuple[str, str]]:
 def trained_rows(drafter: DominoForSpeculation, curriculum: Curriculum | None) -> list[tuple[str, str]]:
     """Parts with a gradient, stage by stage, as `requires_grad` tells."""
     later = parts(drafter)
-    first = parts(drafter, without=head_ids(drafter))
+    first = parts(drafter, without={id(p) for p in drafter.head_parameters()})
     if curriculum is None:
         return [("stage 1", first), ("stage 2", later)]
     switch, total = curriculum.stage1_steps, curriculum.total_steps
     rows = [("stage 1", f"steps 1 to {switch}: {first}" if switch else "none: the head is free from the first step")]
     return [*rows, ("stage 2", f"steps {switch + 1} to {total}: {later}" if switch < total else "none")]
-
-
-def head_ids(drafter: DominoForSpeculation) -> set[int]:
-    """Which parameter objects are the head's."""
-    return {id(p) for module in drafter.head_modules() for p in module.parameters()}
 
 
 def parts(drafter: DominoForSpeculation, without: set[int] = frozenset()) -> str:
@@ -244,9 +236,8 @@ def memory_rows(args, drafter: DominoForSpeculation, target, processes: int) -> 
     trained = count(p for p in drafter.parameters() if p.requires_grad)
     text = target.config.get_text_config(decoder=True)
     positions = args.per_device_train_batch_size * args.max_length
-    head = head_ids(drafter)
     # A frozen backbone keeps nothing: neither its weights nor its inputs want a gradient.
-    backbone_trains = any(p.requires_grad and id(p) not in head for p in drafter.parameters())
+    backbone_trains = any(p.requires_grad for p in drafter.backbone_parameters())
     sizes = {
         f"target weights ({str(target.dtype).removeprefix('torch.')})": count(target.parameters())
         * target.dtype.itemsize,

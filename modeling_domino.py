@@ -227,6 +227,15 @@ class DominoForSpeculation(DominoPreTrainedModel):
         """Causal encoder and correction: what "the head" means in training and reports."""
         return [self.causal_encoder, self.embed_proj]
 
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the head, an adapter's on it included."""
+        return [p for module in self.head_modules() for p in module.parameters()]
+
+    def backbone_parameters(self) -> list[nn.Parameter]:
+        """All others."""
+        head = {id(p) for p in self.head_parameters()}
+        return [p for p in self.parameters() if id(p) not in head]
+
     def new_cache(self, batch_size: int, first_position: int | torch.Tensor = 0) -> DominoCache:
         """An empty context cache."""
         return DominoCache(self.config.num_hidden_layers, batch_size, first_position, self.device)

@@ -159,14 +159,17 @@ class DominoObjective(nn.Module):
         states = states.unflatten(1, (num_blocks, config.block_size))
         return states[:, :, config.first_draft_slot :]
 
-    def encode_prefixes(self, input_ids, anchors):
-        """Causal encoder states `[batch, M, n, S]`: draft i is preceded by the true [anchor, d1, ..., d_(i-1)]."""
+    def prefix_embeds(self, input_ids, anchors):
+        """Target embeddings `[batch * M, n, H]`: draft i is preceded by the true [anchor, d1, ..., d_(i-1)]."""
         drafter = self.drafter
         steps = torch.arange(self.config.num_drafts, device=input_ids.device)
         places = (anchors[:, :, None] + steps).clamp(max=input_ids.shape[1] - 1)  # [b, M, n]
         prefix = input_ids.gather(1, places.flatten(1)).view_as(places).flatten(0, 1)
-        embeds = embed_tokens(self.target, prefix, dtype=drafter.dtype, device=drafter.device)
-        return drafter.causal_encoder(embeds)[0].unflatten(0, anchors.shape)
+        return embed_tokens(self.target, prefix, dtype=drafter.dtype, device=drafter.device)
+
+    def encode_prefixes(self, input_ids, anchors):
+        """Causal encoder states of these prefixes, `[batch, M, n, S]`."""
+        return self.drafter.causal_encoder(self.prefix_embeds(input_ids, anchors))[0].unflatten(0, anchors.shape)
 
     def labels(self, input_ids, supervised, anchors, kept):
         """Positions `[batch, M, n]` of the drafts' labels, and which count: up to the first unsupervised one."""
@@ -234,7 +237,7 @@ class DominoObjective(nn.Module):
         states = self.states_of(input_ids, attention_mask, supervised)
         places, valid = self.labels(input_ids, supervised, anchors, kept)
         z = self.draft_states(input_ids, attention_mask, anchors, states.tapped)
-        head = [p for module in self.drafter.head_modules() for p in module.parameters()]
+        head = self.drafter.head_parameters()
         encoded = self.encode_prefixes(input_ids, anchors).flatten(0, 1) if lam < 1 else None
         labels = input_ids.gather(1, places.flatten(1)).view_as(places)
         ids, log_weights = self.softmax_ids(labels[valid], seed)
@@ -273,12 +276,7 @@ class DominoObjective(nn.Module):
             z = self.draft_states(input_ids, attention_mask, anchors, states.tapped)[0]  # [M, n, H]
             labels = input_ids[0][places[0]]
             base = target_logits(self.target, z)
-            start = self.config.pure_draft_prefix_len
-            final = base
-            if start < base.shape[1]:
-                encoded = self.encode_prefixes(input_ids, anchors)[0]
-                late = add_correction(base[:, start:], self.drafter.correction(z[:, start:], encoded[:, start:]))
-                final = torch.cat([base[:, :start], late], dim=1)
+            final = self.drafter.correct_block(base, z, self.prefix_embeds(input_ids, anchors))
             for name, logits in (("base", base), ("final", final)):
                 hits = (logits.argmax(-1) == labels) & valid[0]
                 lengths[name].append(hits.long().cumprod(-1).sum(-1))

@@ -220,15 +220,20 @@ def answers_settings(dataset: str) -> dict:
     return next(read_jsonl(dataset), {}).get("settings", {})
 
 
+def processor_name() -> str:
+    """What the CPU calls itself."""
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return name
+
+
 def hardware(device: torch.device, processes: int) -> str:
     """What the run ran on."""
     if device.type == "cuda":
         return f"{processes} x {torch.cuda.get_device_name(device)}"
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model}, {os.cpu_count()} cores, {processes} process{'es' if processes > 1 else ''}"
+    return f"{processor_name()}, {os.cpu_count()} cores, {processes} process{'es' if processes > 1 else ''}"
 
 
 def library_versions() -> dict[str, str]:

@@ -282,14 +282,14 @@ class DominoTrainer(Trainer):
         """AdamW with a group for the backbone and one for the head, which has a learning rate of its own."""
         if self.optimizer is None:
             args, drafter = self.args, self.objective.drafter
-            head = [p for module in drafter.head_modules() for p in module.parameters()]
-            inside = {id(p) for p in head}
-            backbone = [p for p in drafter.parameters() if id(p) not in inside]
             rate = args.learning_rate if args.head_learning_rate is None else args.head_learning_rate
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(args, self.objective)
             groups = [
                 {"params": [p for p in part if p.requires_grad], "lr": part_rate}
-                for part, part_rate in ((backbone, args.learning_rate), (head, rate))
+                for part, part_rate in (
+                    (drafter.backbone_parameters(), args.learning_rate),
+                    (drafter.head_parameters(), rate),
+                )
             ]
             self.optimizer = optimizer_class(groups, weight_decay=args.weight_decay, **options)
         return self.optimizer
@@ -322,9 +322,8 @@ class DominoTrainer(Trainer):
 
         It stays trainable for autograd: processes that share gradients agree on the set of parameters only once.
         """
-        for module in self.objective.drafter.head_modules():
-            for parameter in module.parameters():
-                parameter.grad = None
+        for parameter in self.objective.drafter.head_parameters():
+            parameter.grad = None
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device):
         """The batches of one optimizer step with their anchors, and the weight of all their labels everywhere."""

@@ -63,6 +63,16 @@ def prompt_ids(length: int = 7, batch: int = 1, seed: int = 3) -> torch.Tensor:
     return torch.randint(0, 58, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def ragged(lengths, seed: int = 5) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of these lengths with their mask."""
+    width = max(lengths)
+    ids, mask = torch.full((len(lengths), width), 62), torch.zeros(len(lengths), width, dtype=torch.long)
+    for i, length in enumerate(lengths):
+        ids[i, width - length :] = prompt_ids(length, seed=seed + i)[0]
+        mask[i, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def control(drafter, propose, cut: int | None = None):
     """Replace `draft` on the instance: `propose(sequence) -> n tokens` for every row."""
 

@@ -1,12 +1,13 @@
 """LoRA on a drafter: exactly what is said trains, adapters work unmerged, merged, elsewhere, and after a resume."""
 
 import copy
+import inspect
 import json
 import warnings
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, prompt_ids, save_target
+from conftest import VOCAB, drawn, make_drafter, make_target, prompt_ids, save_target
 from domino_spec import DominoForSpeculation, adapter_domino, train_peft
 from domino_spec.adapter_domino import (
     DrafterModelConfig,
@@ -18,7 +19,7 @@ from domino_spec.adapter_domino import (
     save_adapter,
     trained_tensors,
 )
-from domino_spec.data_domino import BlockCollator, first_anchors, sample_anchors
+from domino_spec.data_domino import BlockCollator
 from domino_spec.modeling_domino import gru_weights
 from domino_spec.objective_domino import DominoObjective, FeatureScale, simulated_tau, target_states
 from domino_spec.speculation_domino import DominoGenerationConfig
@@ -70,9 +71,8 @@ def copied(drafter) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
 
 
-def drafts(target, model) -> list[list[list[int]]]:
-    """Everything the drafter proposes while the target answers one prompt."""
-    drafter = model.get_base_model() if isinstance(model, PeftModel) else model
+def watch(drafter) -> list:
+    """A list that gets everything the drafter proposes from now on; its source runs in other processes too."""
     plain, seen = drafter.draft, []
 
     def draft(*args, **kwargs):
@@ -81,6 +81,13 @@ def drafts(target, model) -> list[list[list[int]]]:
         return output
 
     drafter.draft = draft
+    return seen
+
+
+def drafts(target, model) -> list[list[list[int]]]:
+    """Everything the drafter proposes while the target answers one prompt."""
+    drafter = model.get_base_model() if isinstance(model, PeftModel) else model
+    seen = watch(drafter)
     ids = torch.tensor([[5, 9, 2, 44, 17, 3]])
     target.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False, assistant_model=model
@@ -487,19 +494,16 @@ def run_script(directory, rows, *arguments: str) -> DominoTrainer:
     return train_peft.train([*call, *arguments])
 
 
-ELSEWHERE = """
+ELSEWHERE = (
+    f"""
 from peft import PeftModel
 
+{inspect.getsource(watch)}
+"""
+    + """
 def drafts(model):
     drafter = model.get_base_model() if isinstance(model, PeftModel) else model
-    plain, seen = drafter.draft, []
-
-    def draft(*args, **kwargs):
-        output = plain(*args, **kwargs)
-        seen.append(output.token_ids.tolist())
-        return output
-
-    drafter.draft = draft
+    seen = watch(drafter)
     assert text(model)[0] == plain_text
     del drafter.draft
     return seen
@@ -515,18 +519,19 @@ result["merged"] = drafts(merged)
 merged.save_pretrained(arguments["merged"])
 print("RESULT" + json.dumps(result))
 """
+)
 
-MERGED = """
+MERGED = (
+    f"""
+{inspect.getsource(watch)}
+"""
+    + """
 drafter = AutoModel.from_pretrained(arguments["merged"], trust_remote_code=True)
-seen, draft = [], drafter.draft
-def watched(*args, **kwargs):
-    output = draft(*args, **kwargs)
-    seen.append(output.token_ids.tolist())
-    return output
-drafter.draft = watched
+seen = watch(drafter)
 assert text(drafter)[0] == plain
 print("RESULT" + json.dumps({"merged": seen, "name": drafter.config.target_name_or_path}))
 """
+)
 
 
 @pytest.mark.parametrize(("encoder", "scope"), [("gru", "head"), ("attention", "all"), ("gru", "head_full_backbone")])
@@ -665,9 +670,8 @@ def test_adapter_recovers_a_drifted_target(tmp_path):
     batch = BlockCollator(62)(chain_answers(target, 0, 48))
     generator = torch.Generator().manual_seed(0)
     for _ in range(80):
-        anchors, kept = sample_anchors(first_anchors(batch["supervised"]), 4, generator)
         optimizer.zero_grad()
-        objective(**batch, anchors=anchors, kept=kept, lam=0.2)["loss"].backward()
+        objective(**drawn(batch, 4, generator), lam=0.2)["loss"].backward()
         optimizer.step()
     before = held_out_tau(target, drafter)
     target.requires_grad_(True)

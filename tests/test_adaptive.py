@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, scripted
+from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, scripted
 from domino_spec import generation_domino, length_domino
 from domino_spec.length_domino import Acceptance, AdaptiveLength, Costs, Plan
 from scipy.stats import chi2_contingency, ks_2samp
@@ -21,7 +21,6 @@ from test_generation import (
     biased,
     both,
     eos_at,
-    ragged,
     varied_prompt,
 )
 from transformers import StoppingCriteriaList

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import VOCAB, control, make_drafter, make_target, prompt_ids, scripted
+from conftest import VOCAB, control, make_drafter, make_target, prompt_ids, ragged, scripted
 from domino_spec.targetcache_domino import GrowingLayer, SpareRoom, compact, growing, settle, slack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,16 +18,6 @@ FAMILIES = {
         "query_pre_attn_scalar": 8,
     },
 }
-
-
-def ragged(lengths, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of these lengths with their mask."""
-    width = max(lengths)
-    ids, mask = torch.full((len(lengths), width), 62), torch.zeros(len(lengths), width, dtype=torch.long)
-    for i, length in enumerate(lengths):
-        ids[i, width - length :] = prompt_ids(length, seed=seed + i)[0]
-        mask[i, width - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def mixed(drafter, texts, pattern=(3, 0, 5, 1, 6, 2)):

@@ -5,7 +5,18 @@ import itertools
 
 import pytest
 import torch
-from conftest import BLOCK, MASK_ID, VOCAB, Continuations, control, make_drafter, make_target, prompt_ids, scripted
+from conftest import (
+    BLOCK,
+    MASK_ID,
+    VOCAB,
+    Continuations,
+    control,
+    make_drafter,
+    make_target,
+    prompt_ids,
+    ragged,
+    scripted,
+)
 from domino_spec import DominoGenerationConfig, DraftOutput, install_dispatch, remove_dispatch
 from domino_spec.generation_domino import decoder_layers
 from scipy.stats import chi2_contingency, chisquare
@@ -15,16 +26,6 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from transformers.generation.streamers import BaseStreamer
 
 KINDS = ("oracle", "wrong", "half")
-
-
-def ragged(lengths, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Left-padded prompts of these lengths with their mask."""
-    width = max(lengths)
-    ids, mask = torch.full((len(lengths), width), 62), torch.zeros(len(lengths), width, dtype=torch.long)
-    for i, length in enumerate(lengths):
-        ids[i, width - length :] = prompt_ids(length, seed=seed + i)[0]
-        mask[i, width - length :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def as_inputs(ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -52,10 +52,10 @@ def make_rows(count: int = 8, length: int = 24, ragged: bool = False) -> list[di
     return rows
 
 
-def make_trainer(directory, rows, drafter=None, scale_rows=None, target=None, held_out=None, **options):
+def make_trainer(directory, rows, scale_rows=None, target=None, held_out=None, **options):
     """A trainer on a tiny drafter, CPU, quiet."""
     target = target or make_target("llama")
-    drafter = drafter or make_drafter(target)
+    drafter = make_drafter(target)
     options = {
         "output_dir": str(directory),
         "use_cpu": True,
@@ -166,26 +166,13 @@ def test_trainer_freezes_the_head_in_stage_one(tmp_path):
 def test_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     """Weights on raw features, the optimizer's scale, the anchor stream and the curve all come back."""
     target = make_target("llama")
-    rows = [{"input_ids": prompt_ids(24, seed=i)[0].tolist(), "supervised": [0] * 4 + [1] * 20} for i in range(8)]
+    rows = make_rows()
 
     def run(directory, resume=None):
-        drafter = make_drafter(target)
         # Measured on other rows when resumed: the checkpoint's scale has to win.
-        scale = FeatureScale.measure(drafter, target, [batch_of(*(rows[:4] if resume is None else rows[4:]))])
-        scale.attach()
-        args = DominoTrainingConfig(
-            output_dir=str(directory),
-            max_steps=6,
-            save_steps=3,
-            logging_steps=1,
-            num_anchors=4,
-            use_cpu=True,
-            learning_rate=1e-2,
-            disable_tqdm=True,
-        )
-        trainer = DominoTrainer(
-            DominoObjective(drafter, target), args, scale, train_dataset=rows, data_collator=BlockCollator(62)
-        )
+        scale_rows = rows if resume is None else rows[4:]
+        saving = {"save_strategy": "steps", "save_steps": 3}
+        trainer = make_trainer(directory, rows, scale_rows=scale_rows, target=target, **saving)
         trainer.train(resume_from_checkpoint=resume)
         weights = {name: p.clone() for name, p in trainer.raw_state_dict().items()}
         return weights, [entry["lambda"] for entry in trainer.curve if "lambda" in entry]
