@@ -126,7 +126,7 @@ def forced_acceptance(target, pattern: list[int]):
     Args:
         pattern (list[int]): drafts to accept, round by round and then from the start again; row r is r rounds ahead.
     """
-    verified = 0
+    verified, counts = 0, torch.tensor(pattern, device=target.device)
 
     def force(module, arguments, keywords, output):
         nonlocal verified
@@ -135,12 +135,12 @@ def forced_acceptance(target, pattern: list[int]):
         rows, n = drafts.shape[:2]
         if verified == 1 or n == 0:
             return  # the prefill, or a plain step
-        accepted = torch.tensor([[pattern[(verified + row) % len(pattern)]] for row in range(rows)])
-        slots = torch.arange(n)[None]
-        accepts = (slots < accepted).to(drafts.device)[..., None]
-        judged = (slots <= accepted).to(drafts.device)[..., None]
+        # All of it on the device: nothing is waited for.
+        accepted = counts[(verified - 2 + torch.arange(rows, device=counts.device)) % len(pattern), None]
+        slots = torch.arange(n, device=counts.device)
         logits = output.logits[:, :n]
-        told = torch.where(accepts, SURE, -SURE).to(logits.dtype)
+        told = torch.where(slots < accepted, SURE, -SURE).to(logits.dtype)[..., None]
+        judged = (slots <= accepted)[..., None]
         logits.scatter_(2, drafts, torch.where(judged, told, logits.gather(2, drafts)))
 
     handle = target.register_forward_hook(force, with_kwargs=True)
@@ -227,22 +227,23 @@ def time_passes(target, drafter, ids: torch.Tensor, lengths: list[int], takes: i
 # Forwards inside `generate` -----------------------------------------------------------------------------------------
 
 
-def watch(target, inputs: dict, options: dict, drafter=None, force: list[int] | None = None) -> dict:
+def watch(target, inputs: dict, options: dict, drafter=None, force: list[int] | None = None, wait: bool = True):
     """One `generate`, its time after the prefill split into drafting, target forwards and the rest, the loop.
 
     Args:
         options: of `generate`. drafter: drafts whole blocks; None decodes plainly.
         force: as `forced_acceptance` takes it.
+        wait: let an asynchronous device finish around each forward; only then the split means something there.
     Returns:
         dict: `sequences`; `tokens` of the longest row after the first, `rounds` (target forwards after the prefill),
         `tau` (over all rows), and `seconds`, `draft`, `verify`, `loop` after the prefill.
     """
     assisted = {} if drafter is None else {"assistant_model": drafter}
-    knobs = WHOLE_BLOCKS | {"synchronize_timers": True}
+    knobs = WHOLE_BLOCKS | {"synchronize_timers": wait}
     with (
         nullcontext() if drafter is None else drafting(drafter, **knobs),
         nullcontext() if force is None else forced_acceptance(target, force),
-        timed_forwards(target, wait=True) as spans,
+        timed_forwards(target, wait) as spans,
     ):
         sequences = target.generate(**inputs, **options, **assisted)
         synchronize(target.device)
@@ -284,14 +285,16 @@ def profile(target, drafter, batches, options: dict, lengths: list[int] | None =
             for who in (None, drafter):  # warm-up
                 watch(target, inputs, options | {"max_new_tokens": 4}, who, force if who else None)
         order = (None, drafter) if number % 2 else (drafter, None)
-        calls = {who is not None: watch(target, inputs, options, who, force if who else None) for who in order}
+        waits = target.device.type != "cuda"
+        calls = {who is not None: watch(target, inputs, options, who, force if who else None, waits) for who in order}
         plain, ours = calls[False], calls[True]
+        # Waiting costs an asynchronous device its head start: there the split comes from a call of its own.
+        split = ours if waits else watch(target, inputs, options, drafter, force)
         if not plain["rounds"] or not ours["rounds"]:
             continue
         width = inputs["input_ids"].shape[1] + plain["tokens"] // 2
-        repeats.append(
-            _repeat(plain, ours, width, time_passes(target, drafter, plain["sequences"][:, :width], lengths))
-        )
+        taken = time_passes(target, drafter, plain["sequences"][:, :width], lengths)
+        repeats.append(_repeat(plain, ours, split, width, taken))
     if not repeats:
         raise ValueError("no prompt was answered with more than one token; profile other prompts.")
     result = {name: statistics.median(repeat[name] for repeat in repeats) for name in repeats[0] if name != "passes"}
@@ -305,14 +308,14 @@ def profile(target, drafter, batches, options: dict, lengths: list[int] | None =
     return {"batch_size": batch_size, "drafts": drafts, "prompts": len(repeats), "force": force} | result
 
 
-def _repeat(plain: dict, ours: dict, context: int, taken: dict) -> dict:
+def _repeat(plain: dict, ours: dict, split: dict, context: int, taken: dict) -> dict:
     """All numbers of one prompt; a round's forwards by themselves are the `taken`."""
     drafts = max(n for kind, n in taken if kind == "draft")
     draft, verify, base = taken["draft", drafts], taken["verify", drafts + 1], taken["base", drafts]
     token = plain["seconds"] / plain["rounds"]
     round_seconds = ours["seconds"] / ours["rounds"]
     achieved, limit = ours["tau"] * token / round_seconds, ours["tau"] * token / (draft + verify)
-    loop = ours["loop"] / ours["rounds"]
+    loop = split["loop"] / split["rounds"]
     return {
         "context": context,
         "target_forward": taken["target", 1],
@@ -324,10 +327,10 @@ def _repeat(plain: dict, ours: dict, context: int, taken: dict) -> dict:
         "head_on_top": draft / base - 1,
         "tau": ours["tau"],
         "round": round_seconds,
-        "round_draft": ours["draft"] / ours["rounds"],
-        "round_verify": ours["verify"] / ours["rounds"],
+        "round_draft": split["draft"] / split["rounds"],
+        "round_verify": split["verify"] / split["rounds"],
         "loop": loop,
-        "kept": 1 - loop / round_seconds,
+        "kept": 1 - split["loop"] / split["seconds"],
         "loop_share": loop / taken["target", 1],
         "achieved": achieved,
         "limit": limit,
