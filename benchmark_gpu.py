@@ -1,13 +1,13 @@
 """What Domino's parts cost on a CUDA GPU at Qwen3-8B's shapes; one go, under 8 minutes, nothing to download.
 
     make bench-gpu                              # or: make bench-gpu GPU_PYTHON=python3, with a CUDA torch of your own
-    python benchmark_gpu.py --output_dir runs/bench-gpu [--batch_size 1 2 4 8 16 32] [--accepted 1 4 8 15 mixed]
+    python benchmark_gpu.py --output_dir runs/bench-gpu [--batch_size 1 2 4 8 16 32] [--accepted 4 8 15 1 mixed]
     python benchmark_gpu.py --output_dir OUT --tiny       # the same script on tiny shapes, also without a GPU
 
 Target and drafter have Qwen3-8B's sizes (from config values) and random bf16 weights, so no text and no tau of theirs
-means anything: how many drafts are accepted is forced (`forced_acceptance`), round by round as `--accepted` says. Every
-forward, every draft and every correction is really made, then the target's logits of the drafted ids are moved so that
-so many are right. What comes out is the cost of every part and the share of the limit that arrives at a given tau:
+means anything: how many drafts are accepted is forced (`forced_acceptance`), round by round as `--accepted` says.
+Every forward, draft and correction is really made, then the target's logits of the drafted ids are moved so that so
+many are right. What comes out is the cost of every part and the share of the limit that arrives at a given tau:
 
     limit = tau * T_target(1) / (T_draft(15) + T_verify(16))
 
@@ -56,7 +56,7 @@ TINY = {
     "initializer_range": 0.3,
 }
 TINY_DRAFTER = DRAFTER | {"num_hidden_layers": 2, "head_hidden_size": 32, "head_rank": 16}
-PATTERNS = {"1": [1], "4": [4], "8": [8], "15": [15], "mixed": [1, 4, 8, 15]}
+PATTERNS = {"4": [4], "8": [8], "15": [15], "1": [1], "mixed": [1, 4, 8, 15]}
 
 
 def build(target_sizes: dict, drafter_sizes: dict, dtype: torch.dtype, device: str):
@@ -154,17 +154,13 @@ def row_of(cell: dict) -> list[str]:
     ]
 
 
-COLUMNS = [
-    "batch",
-    "accepted",
-    "tau",
-    "T_target(1)",
-    "in generate",
-    "T_verify(16)",
-    "T_draft, head off",
-    "T_draft(15)",
-]
-COLUMNS += ["head of draft + verify", "loop", "speedup", "limit", "achieved / limit", "peak GiB"]
+COLUMNS = ["batch", "accepted", "tau", "target(1)", "generate", "verify(16)", "head off", "draft(15)"]
+COLUMNS += ["head share", "loop", "speedup", "limit", "ratio", "peak GiB"]
+LEGEND = (
+    "ms: target(1) is a bare forward, generate a token of plain generate, head off and draft(15) a draft without and "
+    "with the head; head share: of draft + verify; loop: of a round, neither draft nor target forward; speedup: after "
+    "the prefill, of calls that wait for nothing; ratio: speedup over limit."
+)
 
 
 def measure(arguments, device: str, console) -> dict:
@@ -178,7 +174,8 @@ def measure(arguments, device: str, console) -> dict:
     target, drafter = build(sizes, drafter_sizes, dtype, device)
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, "pad_token_id": 0}
     longest = 0.0
-    for batch_size, accepted in itertools.product(arguments.batch_size, arguments.accepted):
+    # Patterns outside: should time run out, every batch size has been seen.
+    for accepted, batch_size in itertools.product(arguments.accepted, arguments.batch_size):
         begun = time.perf_counter()
         if begun - started + longest > arguments.budget_seconds:
             report["left_out"].append({"batch_size": batch_size, "accepted": accepted})
@@ -196,9 +193,8 @@ def measure(arguments, device: str, console) -> dict:
         longest = max(longest, time.perf_counter() - begun)
         report["seconds"] = time.perf_counter() - started
         write(report, arguments.output_dir)
-        console.print(
-            " | ".join(f"{name} {value}" for name, value in zip(COLUMNS, row_of(report["cells"][-1]), strict=True))
-        )
+        values = zip(COLUMNS, row_of(report["cells"][-1]), strict=True)
+        console.print(", ".join(f"{name} {value}" for name, value in values))
     return report
 
 
@@ -225,9 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     if not cuda and not arguments.tiny:
-        sys.exit(
-            "benchmark_gpu.py: no CUDA GPU here; run it where torch sees one, or with --tiny to try the script on a CPU."
-        )
+        sys.exit("benchmark_gpu.py: no CUDA GPU here; run it where torch sees one, or with --tiny to try it on a CPU.")
     if arguments.batch_size is None:
         arguments.batch_size = [1, 2] if arguments.tiny else [1, 2, 4, 8, 16, 32]
     if min(arguments.batch_size) < 1 or arguments.repeats < 1 or arguments.max_new_tokens < 2:
@@ -239,7 +233,8 @@ def main(argv: list[str] | None = None) -> None:
     title = (
         f"{'tiny' if arguments.tiny else 'Qwen3-8B'} shapes, {report['dtype']}, {report['machine']['hardware']}; ms"
     )
-    console.print(table_of(title, COLUMNS, [row_of(cell) for cell in report["cells"]]))
+    cells = sorted(report["cells"], key=lambda cell: cell["batch_size"])
+    console.print(table_of(title, COLUMNS, [row_of(cell) for cell in cells]), LEGEND)
     if report["left_out"]:
         console.print(f"left out for time: {report['left_out']}")
     console.print(f"written to {write(report, arguments.output_dir)}")
