@@ -140,8 +140,7 @@ RIVALS = (
 def comparisons(sets: dict[str, dict]) -> list[dict]:
     """Wall clock of one method over another's at each temperature and batch size: mean over sets, least, most."""
     found = []
-    for temperature, batch_size in dict.fromkeys((s["temperature"], s["batch_size"]) for s in sets.values()):
-        chosen = [s for s in sets.values() if (s["temperature"], s["batch_size"]) == (temperature, batch_size)]
+    for (temperature, batch_size), chosen in settings_of(sets).items():
         for ours, theirs, words in RIVALS:
             pairs = [(s["methods"][ours], s["methods"][theirs]) for s in chosen if {ours, theirs} <= set(s["methods"])]
             for group in GROUPS if pairs else ():
@@ -254,37 +253,55 @@ def profile_table(profile: dict) -> Table:
 # Plot ---------------------------------------------------------------------------------------------------------------
 
 
+def settings_of(sets: dict[str, dict]) -> dict[tuple[float, int], list[dict]]:
+    """Sets by temperature and batch size."""
+    found: dict[tuple[float, int], list[dict]] = {}
+    for entry in sets.values():
+        found.setdefault((entry["temperature"], entry["batch_size"]), []).append(entry)
+    return found
+
+
+def words_of(temperature: float, batch_size: int) -> str:
+    """A setting in words."""
+    law = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    return f"{law}, batch {batch_size}"
+
+
 def plot(report: dict, path: str | Path) -> None:
-    """Speedup and tau by method and set, acceptance by draft, and where the seconds go; written as PNG."""
+    """Speedup and tau by setting, set and method, acceptance by draft, and where the seconds go; written as PNG."""
     sets = report["sets"]
-    methods = list(dict.fromkeys(method for s in sets.values() for method in s["methods"]))
-    width = max(9.0, 0.22 * len(sets) * len(methods))
-    figure, axes = new_figure(4, 16, width, shared=False)
-    colours = {method: f"C{i}" for i, method in enumerate(methods)}
-    for axis, name, words in zip(axes[:2, 0], ("speedup", "tau"), ("wall clock over plain", "tau"), strict=True):
-        _bars(axis, sets, methods, colours, name)
-        axis.set_ylabel(words)
-        axis.axhline(1, color="black", linewidth=1)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0, 0].legend(ncols=3, fontsize=8, loc="upper left", bbox_to_anchor=(0, 1.22))
-    _draw_acceptance(axes[2, 0], sets, colours)
-    _draw_split(axes[3, 0], sets)
+    settings = settings_of(sets)
+    colours = {m: f"C{i}" for i, m in enumerate(dict.fromkeys(m for s in sets.values() for m in s["methods"]))}
+    rows = len(settings) + 1
+    figure, axes = new_figure(rows, 3.4 * rows, 2, 14, shared=False)
+    for pair, (setting, chosen) in zip(axes[:-1], settings.items(), strict=True):
+        for axis, name, words in zip(pair, ("speedup", "tau"), ("wall clock over plain", "tau"), strict=True):
+            _draw_bars(axis, chosen, colours, name)
+            axis.set_ylabel(words)
+            axis.set_title(words_of(*setting), fontsize=10)
+    handles = [figure.axes[0].bar(0, 0, color=colour) for colour in colours.values()]
+    figure.legend(handles, list(colours), loc="outside upper center", ncols=len(colours), fontsize=9)
+    _draw_acceptance(axes[-1, 0], sets, colours)
+    _draw_split(axes[-1, 1], sets)
     save_figure(figure, str(path))
 
 
-def _bars(axis, sets: dict, methods: list[str], colours: dict, name: str) -> None:
+def _draw_bars(axis, sets: list[dict], colours: dict, name: str) -> None:
     """A group of bars for each set: the whole set's value, and a line from quartile to quartile over prompts."""
-    share = 0.8 / len(methods)
-    for place, entry in enumerate(sets.values()):
-        for i, method in enumerate(m for m in methods if m in entry["methods"]):
-            row = entry["methods"][method]["groups"]["all"]
-            value = row["speedup" if name == "speedup" else "tau_mean"]
-            low, _, high = row[f"{name}_quartiles"]
-            x = place - 0.4 + (i + 0.5) * share
-            axis.bar(x, value, share, color=colours[method], label=method if place == 0 else None)
+    share = 0.85 / len(colours)
+    for place, entry in enumerate(sets):
+        for i, (method, row) in enumerate(entry["methods"].items()):
+            whole = row["groups"]["all"]
+            value = whole["speedup" if name == "speedup" else "tau_mean"]
+            low, _, high = whole[f"{name}_quartiles"]
+            x = place + (i + 0.5 - len(entry["methods"]) / 2) * share
+            axis.bar(x, value, share, color=colours[method])
             axis.plot([x, x], [low, high], color="black", linewidth=1)
-            axis.annotate(f"{value:.2f}", (x, max(value, high)), ha="center", va="bottom", fontsize=6, rotation=90)
-    axis.set_xticks(range(len(sets)), list(sets), fontsize=8, rotation=15 if len(sets) > 4 else 0)
+            axis.annotate(f"{value:.2f}", (x, max(value, high)), ha="center", va="bottom", fontsize=7, rotation=90)
+    axis.set_xticks(range(len(sets)), [entry["name"] for entry in sets], fontsize=9)
+    axis.axhline(1, color="black", linewidth=1)
+    axis.margins(y=0.15)
+    axis.grid(axis="y", alpha=0.3)
 
 
 def _draw_acceptance(axis, sets: dict, colours: dict) -> None:
@@ -352,15 +369,11 @@ def markdown(report: dict, image: str | None = None) -> str:
         DEFINITIONS + "\n" + METHOD_WORDS,
     ]
     blocks[0] = wrapped(blocks[0])
-    settings = dict.fromkeys((s["temperature"], s["batch_size"]) for s in report["sets"].values())
-    for temperature, batch_size in settings:
-        chosen = [
-            s for s in report["sets"].values() if (s["temperature"], s["batch_size"]) == (temperature, batch_size)
-        ]
-        law = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        blocks.append(f"**{law[0].upper()}{law[1:]}, batch {batch_size}**")
+    for setting, chosen in settings_of(report["sets"]).items():
+        words = words_of(*setting)
+        blocks.append(f"**{words[0].upper()}{words[1:]}**")
         blocks.append(_sets_table(chosen))
-    compared = [row for row in comparisons(report["sets"])]
+    compared = comparisons(report["sets"])
     if compared:
         blocks.append("Wall clock of one method over another's, mean over sets (least, most):")
         blocks.append(_comparison_table(compared))
@@ -408,8 +421,7 @@ def _comparison_table(compared: list[dict]) -> str:
     columns = ["", *GROUPS[:1], *(f"{group} answers" for group in GROUPS[1:])]
     rows: dict[str, dict[str, str]] = {}
     for row in compared:
-        law = "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
-        words = f"{row['words']}; {law}, batch {row['batch_size']}"
+        words = f"{row['words']}; {words_of(row['temperature'], row['batch_size'])}"
         rows.setdefault(words, {})[row["group"]] = f"{row['mean']:.2f} ({row['least']:.2f}, {row['most']:.2f})"
     return _markdown_table(columns, [[words, *(cells.get(g, "-") for g in GROUPS)] for words, cells in rows.items()])
 

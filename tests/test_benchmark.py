@@ -284,12 +284,13 @@ def test_passes_leave_their_caches_as_they_were(family):
     target = make_target(family, **({"sliding_window": 8} if family == "mistral" else {}))
     drafter = make_drafter(target)
     lengths = []
-    handle = target.register_forward_pre_hook(
-        lambda module, arguments, keywords: (
-            lengths.append(keywords["past_key_values"].get_seq_length()) if "past_key_values" in keywords else None
-        ),
-        with_kwargs=True,
-    )
+
+    def keep(module, arguments, keywords):
+        cache = keywords.get("cache", keywords.get("past_key_values"))
+        if cache is not None:
+            lengths.append(cache.get_seq_length())
+
+    handle = target.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad(), passes(target, drafter, prompt_ids(12, 2), [1, BLOCK]) as found:
         kinds = {("target", 1), ("verify", 2), ("verify", BLOCK + 1), ("draft", 1), ("draft", BLOCK), ("base", BLOCK)}
         assert set(found) == kinds
