@@ -243,7 +243,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     made.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="0 decodes greedily")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--methods", nargs="+", default=list(DEFAULT_METHODS), choices=METHODS)
+    listed = ", ".join(f"'{method}'" for method in METHODS)
+    made.add_argument(
+        "--methods", nargs="+", default=list(DEFAULT_METHODS), choices=METHODS, metavar="METHOD", help=f"of {listed}"
+    )
     made.add_argument("--synchronize_timers", action="store_true", help="split the time on a GPU too; costs some")
     made.add_argument("--profile", action="store_true", help="also measure single forwards and the loop")
     made.add_argument("--profile_prompts", type=int, default=6, help="prompts of the profile, from all sets in turn")
