@@ -26,7 +26,7 @@ CURRICULA = {
 COMMON = """--num_hidden_layers 1 --block_size 4 --mask_token_id 3 --target_layer_ids 1 14 27
     --init_layers_from_target 29 --head_hidden_size 256 --head_rank 128 --num_anchors 16 --max_length 512
     --per_device_train_batch_size 4 --loss_gamma 4 --vocab_sample_size 4096 --learning_rate 1e-3 --logging_steps 20
-    --stage_switch_window 20 --dataset_test_split test --eval_rows 32 --save_strategy no --dtype float32
+    --stage_switch_window 20 --dataset_test_split test --eval_rows 48 --save_strategy no --dtype bfloat16 --bf16 True
     --use_cpu True""".split()
 
 
