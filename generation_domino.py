@@ -216,28 +216,41 @@ def speculative_decode(
 
 
 class _Backlog:
-    """Tapped states committed since the drafter last took some in."""
+    """Tapped states committed since the drafter last took some in.
 
-    def __init__(self, states: torch.Tensor, valid: torch.Tensor):
-        self.states, self.valid = [states], [valid]  # [b, new, T * H] and [b, new], a forward each
+    Args:
+        states (float `[b, new, T * H]`): of one forward.
+        valid (bool `[b, new]`, optional): which are a row's own; None: all.
+    """
+
+    def __init__(self, states: torch.Tensor, valid: torch.Tensor | None):
+        self.states, self.valid = [states], [valid]
 
     @property
     def length(self) -> int:
-        return sum(part.shape[1] for part in self.valid)
+        return sum(part.shape[1] for part in self.states)
 
-    def add(self, states: torch.Tensor, valid: torch.Tensor) -> None:
+    def add(self, states: torch.Tensor, valid: torch.Tensor | None) -> None:
         self.states.append(states)
         self.valid.append(valid)
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All of it; nothing is left."""
-        states, valid = torch.cat(self.states, dim=1), torch.cat(self.valid, dim=1)
-        self.states, self.valid = [states[:, :0].clone()], [valid[:, :0].clone()]  # no views: they would keep it all
-        return states, valid
+        states, valid = self.states, self.valid
+        nothing = states[0].new_empty(len(states[0]), 0, states[0].shape[2])  # no view: it would keep it all
+        self.states, self.valid = [nothing], [None]
+        joined = torch.cat(states, dim=1)
+        if all(part is None for part in valid):
+            return joined, None
+        every = [
+            state.new_ones(state.shape[:2], dtype=torch.bool) if part is None else part
+            for state, part in zip(states, valid, strict=True)
+        ]
+        return joined, torch.cat(every, dim=1)
 
     def select(self, index: torch.Tensor) -> None:
         self.states = [part[index] for part in self.states]
-        self.valid = [part[index] for part in self.valid]
+        self.valid = [None if part is None else part[index] for part in self.valid]
 
 
 class _Call:
@@ -284,7 +297,7 @@ class _Call:
         if given is not None and given.dim() == 2:
             self.lead = (given[:, -1] + 1 - self.mask.sum(-1)).tolist()
         valid = self.mask[:, -context.shape[1] :]
-        self.backlog = _Backlog(context, valid)
+        self.backlog = _Backlog(context, None if bool(valid.all()) else valid)
         self.draft_cache = self.drafter.new_cache(
             len(input_ids), (self.mask.sum(-1) - valid.sum(-1)).to(self.drafter.device)
         )
@@ -378,9 +391,7 @@ class _Call:
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
         self.stats.draft_seconds += seconds
-        parts = (draft.token_ids, draft.logits, draft.lengths, draft.looked_up)
-        draft = DraftOutput(*(None if part is None else part.to(self.device) for part in parts))
-        return draft, seconds if measured else None
+        return draft.to(self.device), seconds if measured else None
 
     def _measuring(self) -> bool:
         """Whether to wait for an asynchronous device between draft and verification: at first, then seldom.
@@ -392,7 +403,7 @@ class _Call:
     def _call_draft(self, plan: Plan, tokens: list[torch.Tensor]) -> DraftOutput:
         context, valid = self.backlog.take()
         lookup = plan.lookup if any(part is not None for part in plan.lookup) else None
-        self.draft_cache.stage(valid.to(self.drafter.device), lookup, plan.use_head)
+        self.draft_cache.stage(None if valid is None else valid.to(self.drafter.device), lookup, plan.use_head)
         return self.drafter.draft(
             self.target,
             self.anchors[:, None],
@@ -457,8 +468,10 @@ class _Call:
         self.mask = settle(self.cache, self.mask, new, kept)
         self.filled = [filled + count for filled, count in zip(self.filled, kept, strict=True)]
         self._compact()
-        counts = torch.tensor(kept, device=self.device)[:, None]
-        self.backlog.add(states[:, :longest], torch.arange(longest, device=self.device)[None] < counts)
+        valid = None
+        if min(kept) < longest:
+            valid = torch.arange(longest, device=self.device) < torch.tensor(kept, device=self.device)[:, None]
+        self.backlog.add(states[:, :longest], valid)
         self.anchors = torch.stack([self.rows.tokens[row][-1] for row in self.active])
 
     def _compact(self) -> None:
