@@ -94,7 +94,8 @@ class TappedStates:
                 raise ValueError(
                     f"target layer {i} put out {shape}; Domino taps layers that put out [batch, positions, hidden]."
                 )
-        states = [torch.cat(self._captured[i], dim=1) for i in self.layer_ids]
+        parts = (self._captured[i] for i in self.layer_ids)
+        states = [part[0] if len(part) == 1 else torch.cat(part, dim=1) for part in parts]
         self.clear()
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
@@ -289,7 +290,8 @@ class _Call:
         mask = model_kwargs.get("attention_mask")
         if mask is None:
             mask = input_ids.new_ones(len(input_ids), self.cache.get_seq_length())
-        self.mask = mask.to(self.device).bool()  # [b, columns of the target's cache], a row's own
+        # Columns of the target's cache that are a row's own, [b, columns]; None below where there are no others.
+        self.mask = mask.to(self.device).bool()
         self.filled: list[int] = self.mask.sum(-1).tolist()  # columns of each active row
         # The caller may count positions in another way than by tokens.
         given = model_kwargs.get("position_ids")
@@ -308,11 +310,13 @@ class _Call:
         scores = self.processors(self.rows.tokens, logits.clone())
         self.anchors = sample_from_logits(scores, self.do_sample)  # [b]
         self.done = []
-        for r in self.active:
+        for r, token in enumerate(self.anchors.tolist()):
             new = self.anchors[r : r + 1]
-            self.done.append(self.rows.commit(r, new, scores[r : r + 1], logits[r : r + 1])[1])
+            self.done.append(self.rows.commit(r, new, [token], scores[r : r + 1], logits[r : r + 1])[1])
             if self.indexes is not None:
-                self.indexes[r].extend(new.tolist())
+                self.indexes[r].extend([token])
+        if len(input_ids) == 1 and bool(self.mask.all()):
+            self.mask = None  # the target needs none, and makes its own faster
         self.clock = time.perf_counter()
 
     def _prompts(self, input_ids) -> list[list[int]]:
@@ -329,7 +333,7 @@ class _Call:
             self.cache.batch_select_indices(index)
             self.draft_cache.select(index.to(self.drafter.device))
             self.backlog.select(index)
-            self.mask, self.anchors = self.mask[index], self.anchors[index]
+            self.mask, self.anchors = self.mask[index], self.anchors[index]  # several rows have a mask
             self.filled, self.lead = [self.filled[i] for i in staying], [self.lead[i] for i in staying]
             if self.indexes is not None:
                 self.indexes = [self.indexes[i] for i in staying]
@@ -353,7 +357,7 @@ class _Call:
         scores = _process_block(self.processors, tokens, draft.token_ids, logits)
         accept = accept_sampled if self.do_sample else accept_greedy
         num_accepted, chosen = accept(draft, scores)
-        shown = self._commit(draft, num_accepted.tolist(), chosen, scores, logits)
+        shown = self._commit(draft, num_accepted, chosen, scores, logits)
         self._roll(draft.token_ids.shape[1] + 1, [len(new) for new in shown[-1]], states)
         now = time.perf_counter()
         seconds = None if drafting is None else (drafting, now - self.clock - drafting)
@@ -421,18 +425,21 @@ class _Call:
         block = torch.cat([self.anchors[:, None], drafts], dim=1)
         new = block.shape[1]
         positions = torch.tensor(places, device=self.device)[:, None] + torch.arange(new, device=self.device)
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(block), new)], dim=1)
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(block), new)], dim=1)
         self.taps.clear()  # forwards inside `draft` or a processor are none of ours
         outputs = self.target(
             input_ids=block,
-            attention_mask=self.mask.long(),
+            attention_mask=None if self.mask is None else self.mask.long(),
             position_ids=positions,
             use_cache=True,
             return_dict=True,
             **{self.key: self.cache},
             **self.extras.forward_kwargs,
         )
-        logits = outputs.logits.to(device=self.device, dtype=torch.float32)
+        logits = outputs.logits.to(self.device)
+        if self.processors or self.do_sample or self.rows.keep_logits or self.rows.keep_scores:
+            logits = logits.float()  # else only the largest is looked for, which it is in any precision
         states = self.taps.take()
         self.outputs = outputs if self.extras.forward_kwargs else None
         if self.knobs.synchronize_timers and self.device.type == "cuda":
@@ -441,19 +448,20 @@ class _Call:
         self.stats.num_rounds += 1
         return logits, states
 
-    def _commit(self, draft: DraftOutput, num_accepted: list[int], chosen, scores, logits) -> tuple[list, ...]:
+    def _commit(self, draft: DraftOutput, num_accepted, chosen, scores, logits) -> tuple[list, ...]:
         """Append what each row keeps; of each row: drafts, those kept, whether they were looked up, new tokens."""
         n = draft.token_ids.shape[1]
         self.stats.num_plain_steps += n == 0
         drafted = [n] * len(self.active) if draft.lengths is None else draft.lengths.tolist()
         looked_up = [False] * len(self.active) if draft.looked_up is None else draft.looked_up.tolist()
         kept, texts, self.done = [], [], []
-        for i, (row, accepted) in enumerate(zip(self.active, num_accepted, strict=True)):
-            new = chosen[i, : accepted + 1]
-            count, finished = self.rows.commit(row, new, scores[i], logits[i])
+        listed = torch.cat([num_accepted[:, None], chosen], dim=1).tolist()  # one wait for the device
+        for i, (row, (accepted, *tokens)) in enumerate(zip(self.active, listed, strict=True)):
+            tokens = tokens[: accepted + 1]
+            count, finished = self.rows.commit(row, chosen[i, : accepted + 1], tokens, scores[i], logits[i])
             kept.append(min(accepted, count))
             self.stats.record(row, drafted[i], kept[-1], count, looked_up[i])
-            texts.append(new[:count].tolist())
+            texts.append(tokens[:count])
             if self.indexes is not None:
                 self.indexes[i].extend(texts[-1])
             self.done.append(finished)

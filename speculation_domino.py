@@ -278,7 +278,9 @@ def accept_greedy(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[torc
         num_accepted int `[batch]`; the target's tokens int `[batch, n + 1]`, bonus of a row at its num_accepted.
     """
     choices = argmax(target_scores)
-    matches = (draft.token_ids == choices[:, :-1]) & _counting(draft)
+    matches = draft.token_ids == choices[:, :-1]
+    if draft.lengths is not None:
+        matches &= _counting(draft)
     return matches.long().cumprod(-1).sum(-1), choices
 
 
