@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 
 class DominoCache:
     """Keys and values that the draft layers made of context positions; block positions never enter it.
+
+    A round copies nothing that is as long as the context. Keys and values lie in buffers with spare room; those of the
+    block are written behind the context, where the next round's context goes, so that attention reads one stretch of
+    memory. The mask lies in such a buffer too, and while all columns are every row's own there is none.
 
     Rows may hold different numbers of positions: columns that a row does not use are masked. Keys carry absolute
     positions by RoPE, so the place of a column does not matter.
@@ -22,62 +27,104 @@ class DominoCache:
         self.keys: list[torch.Tensor | None] = [None] * num_layers  # [batch, kv_heads, capacity, head_dim]
         self.values: list[torch.Tensor | None] = [None] * num_layers
         self.length = 0
-        self.mask = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)  # [batch, length]
         self.next_position = torch.zeros(batch_size, dtype=torch.long, device=device) + first_position
         # Rows of the target's LM head that this generation drafts from, where it does not draft from all.
         self.head_rows: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None  # [batch, capacity], True behind `length`; None: all True
         self._staged: torch.Tensor | None = None
         self._lookup: list[list[int] | None] | None = None
         self._use_head = True
 
-    def stage(self, valid: torch.Tensor, lookup: list[list[int] | None] | None = None, use_head: bool = True) -> None:
+    @property
+    def mask(self) -> torch.Tensor:
+        """Columns that are a row's own, bool `[batch, length]`."""
+        if self._mask is None:
+            return torch.ones(len(self.next_position), self.length, dtype=torch.bool, device=self.next_position.device)
+        return self.block_mask(0)[:, 0, 0]
+
+    def stage(
+        self, valid: torch.Tensor | None, lookup: list[list[int] | None] | None = None, use_head: bool = True
+    ) -> None:
         """What the next call of `draft` has to know beside its arguments; forgotten after it.
 
         Args:
-            valid (bool `[batch, new]`): which of the new context states are real; all are when nothing is staged.
+            valid (bool `[batch, new]`, optional): which of the new context states are real; None: all are, as when
+                nothing is staged.
             lookup (list, optional): of each row, the continuation to propose instead of drafting, or None.
             use_head (bool): False where no row needs the drafter itself.
         """
         self._staged, self._lookup, self._use_head = valid, lookup, use_head
 
-    def take_staged(self, batch_size: int, new: int, device) -> tuple[torch.Tensor, list | None, bool]:
+    def take_staged(self) -> tuple[torch.Tensor | None, list | None, bool]:
         """What was staged, once: validity of the context, lookup continuations, whether the drafter runs."""
-        valid, lookup, use_head = self._staged, self._lookup, self._use_head
+        staged = self._staged, self._lookup, self._use_head
         self._staged, self._lookup, self._use_head = None, None, True
-        if valid is None:
-            valid = torch.ones(batch_size, new, dtype=torch.bool, device=device)
-        return valid, lookup, use_head
+        return staged
 
-    def extend(self, valid: torch.Tensor) -> torch.Tensor:
-        """Open columns for new context states and return their absolute positions, `[batch, new]`."""
+    def extend(self, new: int, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """Open columns for `new` context states and return their absolute positions, `[batch, new]`.
+
+        `valid [batch, new]` says which are real; None: all.
+        """
+        start, self.length = self.length, self.length + new
+        if valid is None:
+            positions = self.next_position[:, None] + torch.arange(new, device=self.next_position.device)
+            self.next_position = self.next_position + new
+            return positions
+        if self._mask is None:
+            self._mask = valid.new_ones(len(valid), 0)
+        self._make_room(self.length)
+        self._mask[:, start : self.length] = valid
         positions = self.next_position[:, None] + valid.long().cumsum(-1) - 1
         self.next_position = self.next_position + valid.sum(-1)
-        self.mask = torch.cat([self.mask, valid], dim=1)
-        self.length += valid.shape[1]
         return positions.clamp_(min=0)
 
-    def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store one layer's new keys and values, `[batch, kv_heads, new, head_dim]`; return all of the layer's."""
+    def block_mask(self, slots: int) -> torch.Tensor | None:
+        """What all slots of a block may look at, bool `[batch, 1, 1, length + slots]`; None: everything."""
+        if self._mask is None:
+            return None
+        self._make_room(self.length + slots)
+        return self._mask[:, None, None, : self.length + slots]
+
+    def _make_room(self, width: int) -> None:
+        if self._mask.shape[1] < width:
+            self._mask = nn.functional.pad(self._mask, (0, _roomy(width) - self._mask.shape[1]), value=True)
+
+    def update(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, block: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one layer's new keys and values, `[batch, kv_heads, new + block, head_dim]`; return all that it has.
+
+        The last `block` of them are the block's own: returned behind the context, and overwritten by the next round.
+        """
         if keys.shape[2]:
-            self.keys[layer] = self._append(self.keys[layer], keys)
-            self.values[layer] = self._append(self.values[layer], values)
+            self.keys[layer] = self._append(self.keys[layer], keys, block)
+            self.values[layer] = self._append(self.values[layer], values, block)
         if self.keys[layer] is None:
             return keys, values
-        return self.keys[layer][:, :, : self.length], self.values[layer][:, :, : self.length]
+        width = self.length + block
+        return self.keys[layer][:, :, :width], self.values[layer][:, :, :width]
 
-    def _append(self, buffer: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    def _append(self, buffer: torch.Tensor | None, new: torch.Tensor, block: int) -> torch.Tensor:
         """Write into spare room; grow by half when there is none, so that a round copies nothing as a rule."""
-        start = self.length - new.shape[2]
-        if buffer is None or buffer.shape[2] < self.length:
-            grown = new.new_empty(*new.shape[:2], self.length + max(64, self.length // 2), new.shape[3])
+        end = self.length + block
+        start = end - new.shape[2]
+        if buffer is None or buffer.shape[2] < end:
+            grown = new.new_empty(*new.shape[:2], _roomy(end), new.shape[3])
             if buffer is not None:
                 grown[:, :, :start] = buffer[:, :, :start]
             buffer = grown
-        buffer[:, :, start : self.length] = new
+        buffer[:, :, start:end] = new
         return buffer
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows."""
         self.keys = [None if keys is None else keys[rows] for keys in self.keys]
         self.values = [None if values is None else values[rows] for values in self.values]
-        self.mask, self.next_position = self.mask[rows], self.next_position[rows]
+        self._mask = None if self._mask is None else self._mask[rows]
+        self.next_position = self.next_position[rows]
+
+
+def _roomy(length: int) -> int:
+    """Columns to allocate when `length` are needed."""
+    return length + max(64, length // 2)

@@ -94,7 +94,8 @@ class TappedStates:
                 raise ValueError(
                     f"target layer {i} put out {shape}; Domino taps layers that put out [batch, positions, hidden]."
                 )
-        states = [torch.cat(self._captured[i], dim=1) for i in self.layer_ids]
+        parts = (self._captured[i] for i in self.layer_ids)
+        states = [part[0] if len(part) == 1 else torch.cat(part, dim=1) for part in parts]
         self.clear()
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
@@ -216,28 +217,41 @@ def speculative_decode(
 
 
 class _Backlog:
-    """Tapped states committed since the drafter last took some in."""
+    """Tapped states committed since the drafter last took some in.
 
-    def __init__(self, states: torch.Tensor, valid: torch.Tensor):
-        self.states, self.valid = [states], [valid]  # [b, new, T * H] and [b, new], a forward each
+    Args:
+        states (float `[b, new, T * H]`): of one forward.
+        valid (bool `[b, new]`, optional): which are a row's own; None: all.
+    """
+
+    def __init__(self, states: torch.Tensor, valid: torch.Tensor | None):
+        self.states, self.valid = [states], [valid]
 
     @property
     def length(self) -> int:
-        return sum(part.shape[1] for part in self.valid)
+        return sum(part.shape[1] for part in self.states)
 
-    def add(self, states: torch.Tensor, valid: torch.Tensor) -> None:
+    def add(self, states: torch.Tensor, valid: torch.Tensor | None) -> None:
         self.states.append(states)
         self.valid.append(valid)
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All of it; nothing is left."""
-        states, valid = torch.cat(self.states, dim=1), torch.cat(self.valid, dim=1)
-        self.states, self.valid = [states[:, :0].clone()], [valid[:, :0].clone()]  # no views: they would keep it all
-        return states, valid
+        states, valid = self.states, self.valid
+        nothing = states[0].new_empty(len(states[0]), 0, states[0].shape[2])  # no view: it would keep it all
+        self.states, self.valid = [nothing], [None]
+        joined = torch.cat(states, dim=1)
+        if all(part is None for part in valid):
+            return joined, None
+        every = [
+            state.new_ones(state.shape[:2], dtype=torch.bool) if part is None else part
+            for state, part in zip(states, valid, strict=True)
+        ]
+        return joined, torch.cat(every, dim=1)
 
     def select(self, index: torch.Tensor) -> None:
         self.states = [part[index] for part in self.states]
-        self.valid = [part[index] for part in self.valid]
+        self.valid = [None if part is None else part[index] for part in self.valid]
 
 
 class _Call:
@@ -276,7 +290,8 @@ class _Call:
         mask = model_kwargs.get("attention_mask")
         if mask is None:
             mask = input_ids.new_ones(len(input_ids), self.cache.get_seq_length())
-        self.mask = mask.to(self.device).bool()  # [b, columns of the target's cache], a row's own
+        # Columns of the target's cache that are a row's own, [b, columns]; None below where there are no others.
+        self.mask = mask.to(self.device).bool()
         self.filled: list[int] = self.mask.sum(-1).tolist()  # columns of each active row
         # The caller may count positions in another way than by tokens.
         given = model_kwargs.get("position_ids")
@@ -284,7 +299,7 @@ class _Call:
         if given is not None and given.dim() == 2:
             self.lead = (given[:, -1] + 1 - self.mask.sum(-1)).tolist()
         valid = self.mask[:, -context.shape[1] :]
-        self.backlog = _Backlog(context, valid)
+        self.backlog = _Backlog(context, None if bool(valid.all()) else valid)
         self.draft_cache = self.drafter.new_cache(
             len(input_ids), (self.mask.sum(-1) - valid.sum(-1)).to(self.drafter.device)
         )
@@ -295,11 +310,13 @@ class _Call:
         scores = self.processors(self.rows.tokens, logits.clone())
         self.anchors = sample_from_logits(scores, self.do_sample)  # [b]
         self.done = []
-        for r in self.active:
+        for r, token in enumerate(self.anchors.tolist()):
             new = self.anchors[r : r + 1]
-            self.done.append(self.rows.commit(r, new, scores[r : r + 1], logits[r : r + 1])[1])
+            self.done.append(self.rows.commit(r, new, [token], scores[r : r + 1], logits[r : r + 1])[1])
             if self.indexes is not None:
-                self.indexes[r].extend(new.tolist())
+                self.indexes[r].extend([token])
+        if len(input_ids) == 1 and bool(self.mask.all()):
+            self.mask = None  # the target needs none, and makes its own faster
         self.clock = time.perf_counter()
 
     def _prompts(self, input_ids) -> list[list[int]]:
@@ -316,7 +333,7 @@ class _Call:
             self.cache.batch_select_indices(index)
             self.draft_cache.select(index.to(self.drafter.device))
             self.backlog.select(index)
-            self.mask, self.anchors = self.mask[index], self.anchors[index]
+            self.mask, self.anchors = self.mask[index], self.anchors[index]  # several rows have a mask
             self.filled, self.lead = [self.filled[i] for i in staying], [self.lead[i] for i in staying]
             if self.indexes is not None:
                 self.indexes = [self.indexes[i] for i in staying]
@@ -340,7 +357,7 @@ class _Call:
         scores = _process_block(self.processors, tokens, draft.token_ids, logits)
         accept = accept_sampled if self.do_sample else accept_greedy
         num_accepted, chosen = accept(draft, scores)
-        shown = self._commit(draft, num_accepted.tolist(), chosen, scores, logits)
+        shown = self._commit(draft, num_accepted, chosen, scores, logits)
         self._roll(draft.token_ids.shape[1] + 1, [len(new) for new in shown[-1]], states)
         now = time.perf_counter()
         seconds = None if drafting is None else (drafting, now - self.clock - drafting)
@@ -378,9 +395,7 @@ class _Call:
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
         self.stats.draft_seconds += seconds
-        parts = (draft.token_ids, draft.logits, draft.lengths, draft.looked_up)
-        draft = DraftOutput(*(None if part is None else part.to(self.device) for part in parts))
-        return draft, seconds if measured else None
+        return draft.to(self.device), seconds if measured else None
 
     def _measuring(self) -> bool:
         """Whether to wait for an asynchronous device between draft and verification: at first, then seldom.
@@ -392,7 +407,7 @@ class _Call:
     def _call_draft(self, plan: Plan, tokens: list[torch.Tensor]) -> DraftOutput:
         context, valid = self.backlog.take()
         lookup = plan.lookup if any(part is not None for part in plan.lookup) else None
-        self.draft_cache.stage(valid.to(self.drafter.device), lookup, plan.use_head)
+        self.draft_cache.stage(None if valid is None else valid.to(self.drafter.device), lookup, plan.use_head)
         return self.drafter.draft(
             self.target,
             self.anchors[:, None],
@@ -410,18 +425,21 @@ class _Call:
         block = torch.cat([self.anchors[:, None], drafts], dim=1)
         new = block.shape[1]
         positions = torch.tensor(places, device=self.device)[:, None] + torch.arange(new, device=self.device)
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(block), new)], dim=1)
+        if self.mask is not None:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(block), new)], dim=1)
         self.taps.clear()  # forwards inside `draft` or a processor are none of ours
         outputs = self.target(
             input_ids=block,
-            attention_mask=self.mask.long(),
+            attention_mask=None if self.mask is None else self.mask.long(),
             position_ids=positions,
             use_cache=True,
             return_dict=True,
             **{self.key: self.cache},
             **self.extras.forward_kwargs,
         )
-        logits = outputs.logits.to(device=self.device, dtype=torch.float32)
+        logits = outputs.logits.to(self.device)
+        if self.processors or self.do_sample or self.rows.keep_logits or self.rows.keep_scores:
+            logits = logits.float()  # else only the largest is looked for, which it is in any precision
         states = self.taps.take()
         self.outputs = outputs if self.extras.forward_kwargs else None
         if self.knobs.synchronize_timers and self.device.type == "cuda":
@@ -430,19 +448,20 @@ class _Call:
         self.stats.num_rounds += 1
         return logits, states
 
-    def _commit(self, draft: DraftOutput, num_accepted: list[int], chosen, scores, logits) -> tuple[list, ...]:
+    def _commit(self, draft: DraftOutput, num_accepted, chosen, scores, logits) -> tuple[list, ...]:
         """Append what each row keeps; of each row: drafts, those kept, whether they were looked up, new tokens."""
         n = draft.token_ids.shape[1]
         self.stats.num_plain_steps += n == 0
         drafted = [n] * len(self.active) if draft.lengths is None else draft.lengths.tolist()
         looked_up = [False] * len(self.active) if draft.looked_up is None else draft.looked_up.tolist()
         kept, texts, self.done = [], [], []
-        for i, (row, accepted) in enumerate(zip(self.active, num_accepted, strict=True)):
-            new = chosen[i, : accepted + 1]
-            count, finished = self.rows.commit(row, new, scores[i], logits[i])
+        listed = torch.cat([num_accepted[:, None], chosen], dim=1).tolist()  # one wait for the device
+        for i, (row, (accepted, *tokens)) in enumerate(zip(self.active, listed, strict=True)):
+            tokens = tokens[: accepted + 1]
+            count, finished = self.rows.commit(row, chosen[i, : accepted + 1], tokens, scores[i], logits[i])
             kept.append(min(accepted, count))
             self.stats.record(row, drafted[i], kept[-1], count, looked_up[i])
-            texts.append(new[:count].tolist())
+            texts.append(tokens[:count])
             if self.indexes is not None:
                 self.indexes[i].extend(texts[-1])
             self.done.append(finished)
@@ -457,8 +476,10 @@ class _Call:
         self.mask = settle(self.cache, self.mask, new, kept)
         self.filled = [filled + count for filled, count in zip(self.filled, kept, strict=True)]
         self._compact()
-        counts = torch.tensor(kept, device=self.device)[:, None]
-        self.backlog.add(states[:, :longest], torch.arange(longest, device=self.device)[None] < counts)
+        valid = None
+        if min(kept) < longest:
+            valid = torch.arange(longest, device=self.device) < torch.tensor(kept, device=self.device)[:, None]
+        self.backlog.add(states[:, :longest], valid)
         self.anchors = torch.stack([self.rows.tokens[row][-1] for row in self.active])
 
     def _compact(self) -> None:

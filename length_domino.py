@@ -23,8 +23,6 @@ import statistics
 import weakref
 from dataclasses import dataclass, field
 
-import torch
-
 from .lookup_domino import SUFFIX_SIZES
 
 # Acceptance: believed of an unseen slot, and what that belief weighs in observations; memory of about twenty rounds.
@@ -57,39 +55,46 @@ class Plan:
 
 
 class Acceptance:
-    """How often draft i was right where those before it were: decayed counts by row and slot."""
+    """How often draft i was right where those before it were: decayed counts by row and slot.
+
+    Plain lists: a round's few numbers take a tensor library longer to dispatch than Python to work out.
+    """
 
     def __init__(self, rows: int, slots: int):
-        self.right = torch.zeros(rows, slots, dtype=torch.float64)
-        self.tried = torch.zeros(rows, slots, dtype=torch.float64)
-        self._expected: torch.Tensor | None = None
+        self.slots = slots
+        self.right = [[0.0] * slots for _ in range(rows)]
+        self.tried = [[0.0] * slots for _ in range(rows)]
+        self._expected: list[list[float]] | None = None
 
     def observe(self, drafted: list[int], accepted: list[int]) -> None:
         """One round: drafts of each row, and how many of them were right; a row with 0 drafts shows nothing."""
-        slots = torch.arange(self.right.shape[1])
-        hits = torch.tensor(accepted)[:, None]
-        judged = slots < torch.minimum(hits + 1, torch.tensor(drafted)[:, None])
-        self.right = torch.where(judged, DECAY * self.right + (slots < hits), self.right)
-        self.tried = torch.where(judged, DECAY * self.tried + 1, self.tried)
+        for right, tried, count, hits in zip(self.right, self.tried, drafted, accepted, strict=True):
+            for i in range(min(hits + 1, count)):
+                right[i] = DECAY * right[i] + (i < hits)
+                tried[i] = DECAY * tried[i] + 1
         self._expected = None
 
-    def expected(self) -> torch.Tensor:
-        """Tokens a round keeps, bonus included, `[rows, slots + 1]` for 0 to `slots` drafts."""
+    def expected(self) -> list[list[float]]:
+        """Tokens a round keeps, bonus included, of each row `slots + 1` numbers for 0 to `slots` drafts."""
         if self._expected is None:
-            level, pooled = PRIOR, []
-            for right, tried in zip(self.right.sum(0).tolist(), self.tried.sum(0).tolist(), strict=True):
+            level, shared = PRIOR, []
+            for right, tried in zip(zip(*self.right, strict=True), zip(*self.tried, strict=True), strict=True):
                 # A slot that was seldom reached is believed to be like the one before it.
-                level = (right + PRIOR_WEIGHT * level) / (tried + PRIOR_WEIGHT)
-                pooled.append(level)
-            shared = torch.tensor(pooled, dtype=torch.float64)
-            rates = (self.right + ROW_WEIGHT * shared) / (self.tried + ROW_WEIGHT)  # [rows, slots]
-            kept = torch.cat([torch.ones(len(rates), 1, dtype=torch.float64), rates.cumprod(1)], dim=1)
-            self._expected = kept.cumsum(1)
+                level = (sum(right) + PRIOR_WEIGHT * level) / (sum(tried) + PRIOR_WEIGHT)
+                shared.append(level)
+            self._expected = []
+            for right, tried in zip(self.right, self.tried, strict=True):
+                reached, kept = 1.0, [1.0]
+                for hits, count, level in zip(right, tried, shared, strict=True):
+                    reached *= (hits + ROW_WEIGHT * level) / (count + ROW_WEIGHT)
+                    kept.append(kept[-1] + reached)
+                self._expected.append(kept)
         return self._expected
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows."""
-        self.right, self.tried, self._expected = self.right[rows], self.tried[rows], None
+        self.right, self.tried = [self.right[i] for i in rows], [self.tried[i] for i in rows]
+        self._expected = None
 
 
 class Costs:
@@ -137,8 +142,8 @@ class Costs:
             known = {n: warm.get(n, min(s, _interpolated(warm, n, 0.0))) for n, s in known.items()}
         return {**warm, **known}
 
-    def curves(self, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Seconds of drafting and of verifying 0 to `most` drafts, `[most + 1]` each; drafting none costs none."""
+    def curves(self, most: int) -> tuple[list[float], list[float]]:
+        """Seconds of drafting and of verifying 0 to `most` drafts, `most + 1` each; drafting none costs none."""
         draft, verify = self.points("draft"), self.points("verify")
         plain = _interpolated(verify, 0, VERIFY_SLOPE)
         if not draft:
@@ -147,7 +152,7 @@ class Costs:
             draft = {n: min(seconds, plain) for n, seconds in draft.items()}  # the drafter's first run was a cold one
         drafting = [0.0] + [_interpolated(draft, n, DRAFT_SLOPE) for n in range(1, most + 1)]
         verifying = [_interpolated(verify, n, VERIFY_SLOPE) for n in range(most + 1)]
-        return torch.tensor(drafting, dtype=torch.float64), torch.tensor(verifying, dtype=torch.float64)
+        return drafting, verifying
 
     def ratios(self) -> dict[str, dict[int, float]]:
         """All costs in units of a plain step, rounded to powers of `RATIO_STEP`, so that noise leaves no trace.
@@ -257,32 +262,35 @@ class AdaptiveLength:
 
     def _best(self, found, most: int, looked_up: bool) -> Plan:
         draft, verify = self.costs.curves(most)
-        head = self.head.expected()[:, : most + 1]  # [rows, most + 1]
-        rows, plain = len(head), len(head) / float(verify[0])
-        lookup = self._lookup_expected(found, most) if looked_up else torch.ones_like(head)
-        by_lookup = lookup.sum(0) / verify * looked_up
-        by_head = torch.maximum(head, lookup).sum(0) / (draft + verify)
-        by_head[0] = 0
-        use_head = float(by_head.max()) >= float(by_lookup.max())
+        head = self.head.expected()  # of each row, kept tokens by number of drafts
+        plain = len(head) / verify[0]
+        lookup = self._lookup_expected(found, most)
+        counts = range(most + 1)
+        by_lookup = [looked_up * sum(kept[n] for kept in lookup) / verify[n] for n in counts]
+        better = [[max(pair) for pair in zip(*both, strict=False)] for both in zip(head, lookup, strict=True)]
+        by_head = [sum(kept[n] for kept in better) / (draft[n] + verify[n]) for n in counts]
+        by_head[0] = 0.0
+        use_head = max(by_head) >= max(by_lookup)
         rates = by_head if use_head else by_lookup
-        drafts, rate = int(rates.argmax()), float(rates.max())
+        rate = max(rates)
+        drafts = rates.index(rate)
         if drafts == 0 or rate < MARGIN * plain:
             return self._rest(head, draft, verify)
         if self.costs.fixed is None and rate < SAFE_GAIN * plain and self.since_plain >= self.recheck:
             self.recheck *= 2
             return Plan()
-        better = lookup[:, drafts] > head[:, drafts] if use_head else torch.ones(rows, dtype=torch.bool)
         taken = [
-            tokens if size and wins else None for (size, tokens), wins in zip(found, better.tolist(), strict=True)
+            tokens if size and (not use_head or row[drafts] > own[drafts]) else None
+            for (size, tokens), row, own in zip(found, lookup, head, strict=True)
         ]
         return Plan(drafts, use_head, taken)
 
     def _rest(self, head, draft, verify) -> Plan:
         """A plain step, or a trial of the drafter when one is due, could pay at all, and can be afforded."""
         drafts = min(TRIAL_DRAFTS, len(verify) - 1)
-        whole = torch.arange(1, len(verify) + 1, dtype=torch.float64)
-        hopeless = bool((whole * verify[0] < draft + verify)[1:].all())
-        cost = float(draft[drafts] + verify[drafts] - head[:, drafts].mean() * verify[0])
+        hopeless = all((n + 1) * verify[0] < draft[n] + verify[n] for n in range(1, len(verify)))
+        kept = sum(row[drafts] for row in head) / len(head)
+        cost = draft[drafts] + verify[drafts] - kept * verify[0]
         if self.plain_run < self.pause:
             return Plan()
         if hopeless or self.lost + cost > LOSS_SHARE * self.spent:
@@ -291,13 +299,10 @@ class AdaptiveLength:
         self._trial = True
         return Plan(drafts, True)
 
-    def _lookup_expected(self, found, most: int) -> torch.Tensor:
-        kept = torch.ones(len(found), most + 1, dtype=torch.float64)
-        for size, acceptance in self.lookups.items():
-            rows = [i for i, (matched, _) in enumerate(found) if matched == size]
-            if rows:
-                kept[rows] = acceptance.expected()[rows, : most + 1]
-        return kept
+    def _lookup_expected(self, found, most: int) -> list[list[float]]:
+        """Of each row, tokens kept by number of looked-up drafts; one without a continuation."""
+        nothing = [1.0] * (most + 1)
+        return [self.lookups[size].expected()[i][: most + 1] if size else nothing for i, (size, _) in enumerate(found)]
 
     def observe(self, plan: Plan, found, drafted, accepted, looked_up, new: list[list[int]], seconds) -> None:
         """What a round showed.
@@ -338,10 +343,10 @@ class AdaptiveLength:
     def _account(self, plan: Plan, width: int, kept: float) -> None:
         """Time spent, and time lost against plain steps for as many tokens (`kept` a row)."""
         draft, verify = self.costs.curves(width)
-        cost = float(draft[-1] * plan.use_head + verify[-1])
+        cost = draft[-1] * plan.use_head + verify[-1]
         self.spent += cost
         if plan.drafts:
-            self.lost = max(0.0, self.lost + cost - kept * float(verify[0]))
+            self.lost = max(0.0, self.lost + cost - kept * verify[0])
 
     def _observe_lookups(self, found, new) -> None:
         """The text shows for nothing whether a continuation would have been right, proposed or not."""

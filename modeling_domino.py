@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
     eager_attention_forward,
@@ -27,17 +27,16 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from .configuration_domino import DominoConfig, public_name
 from .draftcache_domino import DominoCache
 from .generation_domino import install_dispatch, speculative_decode
-from .speculation_domino import (
-    DominoGenerationConfig,
-    DraftOutput,
-    SpeculationStats,
-    process_logits,
-    sample_from_logits,
-    with_lookup,
+from .head_domino import (
+    add_correction,
+    base_logits_of,
+    embed_tokens,
+    gru_weights,
+    parallel_rollout,
+    sequential_rollout,
 )
-
-# Far enough below any logit that softmax gives exactly zero.
-OUT_OF_POOL = 1e4
+from .kernels_domino import FewRowsLinear
+from .speculation_domino import DominoGenerationConfig, DraftOutput, SpeculationStats, with_lookup
 
 
 class DominoAttention(nn.Module):
@@ -53,30 +52,47 @@ class DominoAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = False
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
+        self.q_proj = FewRowsLinear(width, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = FewRowsLinear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = FewRowsLinear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = FewRowsLinear(config.num_attention_heads * config.head_dim, width, bias=bias)
         self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, block, context, block_rope, context_rope, attention_mask, cache):
-        query = self._heads(block, self.q_proj, self.q_norm, block_rope)  # [b, heads, q, d]
-        block_keys = self._heads(block, self.k_proj, self.k_norm, block_rope)
-        block_values = self._heads(block, self.v_proj)
-        keys, values = self.take_in(context, context_rope, cache)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, _ = attend(
-            self,
-            query,
-            torch.cat([keys, block_keys], dim=2),
-            torch.cat([values, block_values], dim=2),
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            is_causal=False,
-        )
+    def forward(self, block, context, rope, attention_mask, cache):
+        """`block [b, q, H]` after attending to context and itself; `rope`: cos and sin `[b, C_new + q, d]` of both."""
+        new, slots = context.shape[1], block.shape[1]
+        query = self._heads(block, self.q_proj, self.q_norm, [x[:, new:] for x in rope])  # [b, heads, q, d]
+        if cache is None:
+            keys = self._heads(block, self.k_proj, self.k_norm, [x[:, new:] for x in rope])
+            values = self._heads(block, self.v_proj)
+            context_keys, context_values = self.take_in(context, [x[:, :new] for x in rope], None)
+            keys, values = torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
+        else:
+            # Few columns: one product for both.
+            both = torch.cat([context, block], dim=1)
+            keys, values = self._heads(both, self.k_proj, self.k_norm, rope), self._heads(both, self.v_proj)
+            keys, values = cache.update(self.layer_idx, keys, values, block=slots)
+        output = self._attend(query, keys, values, attention_mask)  # [b, q, heads, d]
         return self.o_proj(output.reshape(*block.shape[:2], -1))
+
+    def _attend(self, query, keys, values, attention_mask):
+        alike = attention_mask is None or (torch.is_tensor(attention_mask) and attention_mask.shape[2] == 1)
+        if alike and self.config._attn_implementation == "sdpa" and not self.training:
+            # All slots see the same keys, so the heads of a group may stand side by side as more slots of one head:
+            # nothing has to be repeated for them.
+            query = query.unflatten(1, (keys.shape[1], self.num_key_value_groups))  # [b, kv_heads, groups, q, d]
+            output = F.scaled_dot_product_attention(
+                query.flatten(2, 3), keys, values, attn_mask=attention_mask, scale=self.scaling
+            )
+            return output.view_as(query).flatten(1, 2).transpose(1, 2)
+        if alike and attention_mask is not None:
+            attention_mask = attention_mask.expand(-1, -1, query.shape[2], -1)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        return attend(
+            self, query, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False
+        )[0]
 
     def take_in(self, context, context_rope, cache):
         """Keys and values `[b, kv_heads, C, d]` of new context, behind what the cache holds."""
@@ -96,20 +112,32 @@ class DominoAttention(nn.Module):
         return heads
 
 
+class DominoMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DominoConfig):
+        super().__init__()
+        self.gate_proj = FewRowsLinear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = FewRowsLinear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = FewRowsLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, states):
+        return self.down_proj(self.act_fn(self.gate_proj(states)) * self.up_proj(states))
+
+
 class DominoDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm attention and SwiGLU. The context is not normed again: `hidden_norm` did that for all layers."""
 
     def __init__(self, config: DominoConfig, layer_idx: int):
         super().__init__()
         self.self_attn = DominoAttention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
+        self.mlp = DominoMLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, block, context, block_rope, context_rope, attention_mask, cache):
-        block = block + self.self_attn(
-            self.input_layernorm(block), context, block_rope, context_rope, attention_mask, cache
-        )
+    def forward(self, block, context, rope, attention_mask, cache):
+        block = block + self.self_attn(self.input_layernorm(block), context, rope, attention_mask, cache)
         return block + self.mlp(self.post_attention_layernorm(block))
 
 
@@ -193,7 +221,7 @@ class DominoForSpeculation(DominoPreTrainedModel):
     def __init__(self, config: DominoConfig):
         super().__init__(config)
         config.check()
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = FewRowsLinear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DominoDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -269,11 +297,10 @@ class DominoForSpeculation(DominoPreTrainedModel):
             additive = attention_mask.new_zeros(attention_mask.shape, dtype=noise_embeds.dtype)
             attention_mask = additive.masked_fill(~attention_mask, hidden)
         context = self.hidden_norm(self.fc(context_hidden_states))  # [b, C_new, H]
-        block_rope = self.rotary_emb(noise_embeds, block_position_ids)
-        context_rope = self.rotary_emb(noise_embeds, context_position_ids)
+        rope = self.rotary_emb(noise_embeds, torch.cat([context_position_ids, block_position_ids], dim=1))
         states = noise_embeds
         for layer in self.layers:
-            states = layer(states, context, block_rope, context_rope, attention_mask, cache)
+            states = layer(states, context, rope, attention_mask, cache)
         return self.norm(states)
 
     def take_in(self, context_hidden_states, context_position_ids, cache: DominoCache) -> None:
@@ -340,8 +367,8 @@ class DominoForSpeculation(DominoPreTrainedModel):
         batch_size, device = anchor_ids.shape[0], self.device
         n = min(max_drafts, self.config.num_drafts)
         context = context_hidden_states.to(device=device, dtype=self.dtype)
-        valid, lookup, use_head = cache.take_staged(batch_size, context.shape[1], device)
-        positions = cache.extend(valid)
+        valid, lookup, use_head = cache.take_staged()
+        positions = cache.extend(context.shape[1], valid)
         if n == 0 or not use_head:
             self.take_in(context, positions, cache)
         if n == 0:
@@ -366,79 +393,15 @@ class DominoForSpeculation(DominoPreTrainedModel):
         block_ids[:, :1] = anchor_ids
         slots = torch.arange(config.block_size, device=device)
         block_positions = cache.next_position[:, None] + slots  # the anchor stands right after the context
-        mask = None
-        if not bool(cache.mask.all()):
-            block_mask = cache.mask.new_ones(batch_size, config.block_size)
-            mask = torch.cat([cache.mask, block_mask], dim=1)[:, None, None].expand(-1, 1, config.block_size, -1)
+        mask = cache.block_mask(config.block_size)
         states = self(embed(block_ids), context, block_positions, positions, mask, cache)
         first = config.first_draft_slot
         states = states[:, first : first + n]  # z of the drafts
-        base_logits = self._base_logits(target, states, cache)  # [b, n, V_target]
+        base_logits = base_logits_of(self, target, states, cache)  # [b, n, V_target]
         plain_greedy = not do_sample and not logits_processor
         if knobs.rollout == "parallel" and plain_greedy and knobs.use_head:
-            return self._parallel_rollout(embed, anchor_ids, states, base_logits)
-        return self._sequential_rollout(embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample)
-
-    def _base_logits(self, target, states, cache) -> torch.Tensor:
-        """Base logits `[b, n, V_target]`; of all ids or, out of reach elsewhere, of `draft_token_ids`."""
-        ids = self.generation_config.draft_token_ids
-        if ids is None:
-            return target_logits(target, states)
-        weight = target.get_output_embeddings().weight
-        if max(ids) >= weight.shape[0]:
-            raise ValueError(
-                f"draft_token_ids has {max(ids)}; expected ids below {weight.shape[0]}, the target's head."
-            )
-        index = torch.tensor(ids, device=weight.device)
-        if cache.head_rows is None:
-            cache.head_rows = weight[index]
-        few = target_logits(target, states, index, cache.head_rows)
-        logits = few.new_full((*few.shape[:-1], weight.shape[0]), -OUT_OF_POOL)
-        return logits.index_copy_(-1, index, few)
-
-    def _sequential_rollout(self, embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample):
-        """One token after another, each corrected from the tokens drawn before it."""
-        knobs, start = self.generation_config, self.config.pure_draft_prefix_len
-        pool = knobs.candidate_pool_size
-        rows = [input_ids[i].to(anchor_ids.device) for i in range(len(input_ids))] if logits_processor else None
-        token, state, tokens, laws = anchor_ids, None, [], []
-        threshold = knobs.assistant_confidence_threshold or 0.0
-        confidence = torch.ones(anchor_ids.shape[0], device=base_logits.device)
-        lengths = torch.zeros_like(anchor_ids[:, 0])
-        n = base_logits.shape[1]
-        for i in range(n):
-            logits = base_logits[:, i].float()  # [b, V]
-            if knobs.use_head and start < n:
-                encoded, state = self._encode_step(embed(token), state)
-                if i >= start:
-                    logits = self._corrected(logits, states[:, i], encoded[:, 0], pool)
-            if logits_processor:
-                logits = process_logits(logits_processor, rows, logits)
-            token = sample_from_logits(logits, do_sample)[:, None]
-            tokens.append(token)
-            laws.append(logits)
-            if rows is not None:
-                rows = [torch.cat([row, token[j].to(row.device)]) for j, row in enumerate(rows)]
-            if threshold:
-                # The token that falls below is still judged: whether there is a next draft hangs on this one alone.
-                lengths += confidence >= threshold
-                confidence = confidence * logits.softmax(-1).gather(1, token)[:, 0]
-                if bool((confidence < threshold).all()):
-                    break
-        return DraftOutput(torch.cat(tokens, 1), torch.stack(laws, 1), lengths if threshold else None)
-
-    def _parallel_rollout(self, embed, anchor_ids, states, base_logits):
-        """Correct all drafts from the current guess of the block until nothing changes: draft i is exact after i."""
-        guess = base_logits.argmax(-1)  # [b, n]
-        logits = base_logits
-        steps = self.generation_config.refinement_steps
-        for _ in range(base_logits.shape[1] if steps is None else steps):
-            prefix = torch.cat([anchor_ids, guess[:, :-1].to(anchor_ids.device)], dim=1)
-            logits = self.correct_block(base_logits, states, embed(prefix))
-            previous, guess = guess, logits.argmax(-1)
-            if torch.equal(previous, guess):
-                break
-        return DraftOutput(guess, logits.float())
+            return parallel_rollout(self, embed, anchor_ids, states, base_logits)
+        return sequential_rollout(self, embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample)
 
     def _encode_step(self, embeds, state):
         """One step of the causal encoder, `[b, 1, H]` -> `[b, 1, S]`; the GRU by its cell, which packs nothing."""
@@ -450,23 +413,6 @@ class DominoForSpeculation(DominoPreTrainedModel):
             state = (embeds.new_zeros(embeds.shape[0], weights[1].shape[1]), *weights)
         hidden = torch.gru_cell(embeds[:, 0], *state)  # [b, S]
         return hidden[:, None], (hidden, *state[1:])
-
-    def _corrected(self, logits, state, encoded, pool: int):
-        """Corrected logits `[b, V]` of one draft; with a pool only its `pool` best base ids stand."""
-        if not pool or pool >= logits.shape[-1]:
-            return add_correction(logits, self.correction(state, encoded))
-        down, activation, up = self.embed_proj
-        hidden = activation(down(torch.cat([state, encoded], dim=-1)))  # [b, r]
-        base, ids = logits.topk(pool, dim=-1)  # [b, K]
-        known = ids.clamp(max=self.config.vocab_size - 1)
-        if type(up) is nn.Linear:
-            corrections = torch.bmm(up.weight[known], hidden[:, :, None])[:, :, 0]
-        else:
-            # With an adapter around it the layer applies more than its weight.
-            corrections = up(hidden).gather(1, known)
-        corrections = corrections.to(base) * (known == ids)
-        # The others fall out of reach, not to -inf: a processor may forbid the whole pool.
-        return (logits - OUT_OF_POOL).scatter(1, ids, base + corrections)
 
     # Decoding ---------------------------------------------------------------------------------------------------
 
@@ -574,74 +520,6 @@ class DominoForSpeculation(DominoPreTrainedModel):
                 if place.is_dir():
                     raise OSError(f"'{place / 'generation_config.json'}' cannot be read: {error}") from error
         return loaded
-
-
-def gru_weights(encoder: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input and recurrent weights `[3S, H]` and `[3S, S]` of a GRU as its forward applies them.
-
-    PEFT wraps a layer around the GRU for each adapted parameter; the bare parameters leave out an unmerged adapter.
-    """
-    wrappers = []
-    while hasattr(encoder, "parameter_name"):
-        wrappers.append(encoder)
-        encoder = encoder.base_layer
-    weights = {"weight_ih_l0": encoder.weight_ih_l0, "weight_hh_l0": encoder.weight_hh_l0}
-    for wrapper in wrappers:
-        # +1 where an adapter is wanted and not merged in, -1 where one is merged in and switched off.
-        sign = int(not wrapper.disable_adapters) - int(wrapper.merged)
-        for name in wrapper.merged_adapters if wrapper.merged else wrapper.active_adapters:
-            if sign and name in wrapper.lora_A:
-                weights[wrapper.parameter_name] = weights[wrapper.parameter_name] + sign * wrapper.get_delta_weight(
-                    name
-                )
-    return weights["weight_ih_l0"], weights["weight_hh_l0"]
-
-
-def linear_at(layer: nn.Module, inputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """`layer(inputs)[..., ids]`; of a bare linear layer without bias only those outputs are worked out."""
-    if type(layer) is nn.Linear:
-        return F.linear(inputs, layer.weight[ids])
-    return layer(inputs)[..., ids]
-
-
-def add_correction(logits: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
-    """`logits [..., V_target] + correction [..., V]`; ids that only the target's padded head has stay uncorrected."""
-    extra = logits.shape[-1] - correction.shape[-1]
-    correction = correction.to(device=logits.device, dtype=logits.dtype)
-    return logits + (F.pad(correction, (0, extra)) if extra else correction)
-
-
-def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, device) -> torch.Tensor:
-    """Target embeddings `[..., H]` of ids, in the drafter's dtype."""
-    table = target.get_input_embeddings()
-    return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
-
-
-def target_logits(
-    target: PreTrainedModel,
-    states: torch.Tensor,
-    ids: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The target's LM head on states `[..., H]` -> `[..., V_target]`, scaled as the target does.
-
-    With `ids` only their columns; `rows` are the head's weights of these ids, where the caller has them at hand.
-    """
-    head = target.get_output_embeddings()
-    states = states.to(dtype=head.weight.dtype, device=head.weight.device)
-    if ids is None:
-        logits = head(states)
-    else:
-        bias = getattr(head, "bias", None)
-        logits = F.linear(states, head.weight[ids] if rows is None else rows, None if bias is None else bias[ids])
-    text = target.config.get_text_config(decoder=True)
-    if divisor := getattr(text, "logits_scaling", None):
-        logits = logits / divisor
-    if factor := getattr(text, "logit_scale", None):
-        logits = logits * factor
-    if cap := getattr(text, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
-    return logits
 
 
 # Written beside every saved drafter; text, because remote code has no repository to copy the file from.

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from .data_domino import block_attention_mask, first_anchors, flex_block_mask
 from .generation_domino import decoder_layers, tapped_states
+from .head_domino import add_correction, embed_tokens, linear_at, target_logits
 from .losses_domino import DraftLoss, chunked_sum
-from .modeling_domino import DominoForSpeculation, add_correction, embed_tokens, linear_at, target_logits
+from .modeling_domino import DominoForSpeculation
 
 BLOCK_ATTENTION = ("auto", "dense", "flex")
 

@@ -12,6 +12,7 @@ class Rows:
 
     def __init__(self, input_ids, criteria, generation_config, streamer):
         self.tokens = list(input_ids)  # one [length] tensor a row, left padding included
+        self._buffers: list[torch.Tensor | None] = [None] * len(self.tokens)  # what they are the beginnings of
         self.prompt_length = input_ids.shape[1]
         self.max_length = generation_config.max_length
         self.streamer = streamer
@@ -33,13 +34,14 @@ class Rows:
         """Tokens the row may still get."""
         return self.max_length - len(self.tokens[row])
 
-    def commit(self, row: int, new: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> tuple[int, bool]:
-        """Append tokens `[k]` up to and including the first that stops the row.
+    def commit(
+        self, row: int, new: torch.Tensor, listed: list[int], scores: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[int, bool]:
+        """Append tokens `[k]`, `listed` on the host, up to and including the first that stops the row.
 
         Returns how many were kept and whether the row is done. Stops are looked for after every token, because that is
         where plain decoding looks: a criterion may read only the last token, or count its calls.
         """
-        listed = new.tolist()
         kept, done = len(listed), False
         for i, token in enumerate(listed):
             if token in self.eos or len(self.tokens[row]) + i + 1 >= self.max_length:
@@ -63,11 +65,22 @@ class Rows:
                     break
             del self.scores[row][start - self.prompt_length + kept :]
             del self.logits[row][start - self.prompt_length + kept :]
-        self.tokens[row] = torch.cat([self.tokens[row], new[:kept]])
+        self._append(row, new[:kept])
         if self.streamer is not None:
             for token in new[:kept].cpu():
                 self.streamer.put(token[None])
         return kept, done
+
+    def _append(self, row: int, new: torch.Tensor) -> None:
+        """Write into spare room behind the row's tokens, which double it when there is none left."""
+        tokens, buffer = self.tokens[row], self._buffers[row]
+        start, end = len(tokens), len(tokens) + len(new)
+        if buffer is None or len(buffer) < end:
+            buffer = tokens.new_empty(2 * end)
+            buffer[:start] = tokens
+            self._buffers[row] = buffer
+        buffer[start:end] = new
+        self.tokens[row] = buffer[:end]
 
     def sequences(self, pad_token_id) -> torch.LongTensor:
         """All rows as one tensor, padded on the right."""

@@ -5,6 +5,7 @@ Imports neither modeling nor training code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import logits_process
+
+from .kernels_domino import argmax
 
 KNOBS: dict[str, Any] = {
     "num_assistant_tokens": None,
@@ -44,6 +47,8 @@ PREFIX_FREE = tuple(
         "SuppressTokensLogitsProcessor",
     )
 )
+# Of these, the ones that treat all ids alike: what they make of some logits does not hang on ids without a chance.
+VALUES_ONLY = tuple(kind for kind in PREFIX_FREE if kind is not logits_process.SuppressTokensLogitsProcessor)
 # Processors that know rows by their number in the batch; a caller's own may, so they count among these.
 ROW_NUMBERED = (
     logits_process.PrefixConstrainedLogitsProcessor,
@@ -123,23 +128,48 @@ class DominoGenerationConfig(GenerationConfig):
             )
 
 
-@dataclass
 class DraftOutput:
     """Proposals of one round.
 
     Args:
         token_ids (int `[batch, n]`): the drafts.
         logits (float `[batch, n, V]`, optional): after processors; softmax gives exactly the q each token was drawn
-            from. None where all rows were looked up.
+            from. None where all rows were looked up. Greedy decoding never reads them, so a function of no arguments
+            may stand for them, which is called when somebody does.
         lengths (int `[batch]`, optional): how many of each row's drafts count, from the left; None: all n.
         looked_up (bool `[batch]`, optional): rows whose drafts are certain, a point mass each, whatever `logits` says;
             None: no row.
     """
 
-    token_ids: torch.LongTensor
-    logits: torch.Tensor | None
-    lengths: torch.LongTensor | None = None
-    looked_up: torch.BoolTensor | None = None
+    def __init__(
+        self,
+        token_ids: torch.LongTensor,
+        logits: torch.Tensor | Callable[[], torch.Tensor] | None,
+        lengths: torch.LongTensor | None = None,
+        looked_up: torch.BoolTensor | None = None,
+    ):
+        self.token_ids, self.lengths, self.looked_up = token_ids, lengths, looked_up
+        self._logits = logits
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        if callable(self._logits):
+            self._logits = self._logits()
+        return self._logits
+
+    def to(self, device) -> DraftOutput:
+        """The same on another device."""
+        if self.token_ids.device == device:
+            return self
+        tokens, lengths, looked_up = (
+            None if part is None else part.to(device) for part in (self.token_ids, self.lengths, self.looked_up)
+        )
+        logits = None if self._logits is None else lambda: self.logits.to(device)
+        return DraftOutput(tokens, logits, lengths, looked_up)
+
+    def replace(self, token_ids, lengths, looked_up) -> DraftOutput:
+        """Other tokens by the same laws."""
+        return DraftOutput(token_ids, None if self._logits is None else lambda: self.logits, lengths, looked_up)
 
 
 def with_lookup(own: DraftOutput | None, lookup: list[list[int] | None], most: int, device) -> DraftOutput:
@@ -160,9 +190,7 @@ def with_lookup(own: DraftOutput | None, lookup: list[list[int] | None], most: i
     ids, lengths = ids[:, :drafted], lengths.clamp(max=drafted)
     ids = nn.functional.pad(ids.long(), (0, drafted - ids.shape[1]))
     theirs = torch.full_like(lengths, drafted) if own.lengths is None else own.lengths
-    return DraftOutput(
-        torch.where(taken[:, None], ids, own.token_ids), own.logits, torch.where(taken, lengths, theirs), taken
-    )
+    return own.replace(torch.where(taken[:, None], ids, own.token_ids), torch.where(taken, lengths, theirs), taken)
 
 
 @dataclass
@@ -236,7 +264,7 @@ class SpeculationStats:
 def sample_from_logits(logits: torch.Tensor, do_sample: bool) -> torch.LongTensor:
     """One token of each law `[..., V]` -> `[...]`: drawn, or the most likely."""
     if not do_sample:
-        return logits.argmax(-1)
+        return argmax(logits)
     probabilities = logits.float().softmax(-1)
     return torch.multinomial(probabilities.flatten(0, -2), 1).view(logits.shape[:-1])
 
@@ -249,8 +277,10 @@ def accept_greedy(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[torc
     Returns:
         num_accepted int `[batch]`; the target's tokens int `[batch, n + 1]`, bonus of a row at its num_accepted.
     """
-    choices = target_scores.argmax(-1)
-    matches = (draft.token_ids == choices[:, :-1]) & _counting(draft)
+    choices = argmax(target_scores)
+    matches = draft.token_ids == choices[:, :-1]
+    if draft.lengths is not None:
+        matches &= _counting(draft)
     return matches.long().cumprod(-1).sum(-1), choices
 
 
@@ -340,6 +370,12 @@ class RowProcessors:
         number = self.active[i]
         batch = row.expand(self.batch_size, -1).contiguous(), logits.repeat(self.batch_size, 1)
         return self.processors(*batch)[number : number + 1]
+
+
+def reads_values_only(processors) -> bool:
+    """Whether all of a `RowProcessors`, or of any list, may be given the logits of some ids instead of all."""
+    listed = processors.processors if isinstance(processors, RowProcessors) else processors
+    return all(type(processor) in VALUES_ONLY for processor in listed)
 
 
 def process_logits(processors, rows: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:

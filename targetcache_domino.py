@@ -74,11 +74,8 @@ class SpareRoom:
 
 def _is_view(live: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Whether `live` is a run of columns of `buffer`; what the library selects or reorders is not."""
-    return (
-        live.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-        and live.shape[:2] == buffer.shape[:2]
-        and live.stride() == buffer.stride()
-    )
+    same = live._base is buffer or live.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    return same and live.stride() == buffer.stride() and live.shape[:2] == buffer.shape[:2]
 
 
 class GrowingLayer(SpareRoom, DynamicLayer):
@@ -132,12 +129,13 @@ def _gather_layer(layer: DynamicLayer, index: torch.Tensor) -> None:
         getattr(layer, "_buffers", {}).pop(name, None)
 
 
-def settle(cache: DynamicCache, mask: torch.Tensor, new: int, kept: list[int]) -> torch.Tensor:
+def settle(cache: DynamicCache, mask: torch.Tensor | None, new: int, kept: list[int]) -> torch.Tensor | None:
     """Forget rejected drafts after a round.
 
     Args:
         cache: holds the round's `new` columns at its end.
-        mask (bool `[batch, columns]`): columns that are a row's own, the `new` ones included.
+        mask (bool `[batch, columns]`): columns that are a row's own, the `new` ones included; None for a single row
+            that owns all.
         new (int): columns of the round, anchor and drafts.
         kept (list[int]): of each row, how many of them stay, from the left.
     Returns:
@@ -150,6 +148,8 @@ def settle(cache: DynamicCache, mask: torch.Tensor, new: int, kept: list[int]) -
         mask = _shift(cache, mask, torch.tensor([longest - count for count in kept], device=mask.device))
     if drop or sliding:
         cache.crop(-drop)
+    if mask is None:
+        return None
     mask = mask[:, : mask.shape[1] - drop]
     if sliding or not ragged:
         return mask

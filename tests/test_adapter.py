@@ -20,7 +20,7 @@ from domino_spec.adapter_domino import (
     trained_tensors,
 )
 from domino_spec.data_domino import BlockCollator
-from domino_spec.modeling_domino import gru_weights
+from domino_spec.head_domino import gru_weights
 from domino_spec.objective_domino import DominoObjective, FeatureScale, simulated_tau, target_states
 from domino_spec.speculation_domino import DominoGenerationConfig
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
@@ -271,8 +271,8 @@ def test_unmerged_drafts_equal_merged_ones(encoder, knobs):
     """On every drafting path, and they are not the base's drafts."""
     target = make_target()
     model = filled(attach_adapter(make_drafter(target, causal_encoder=encoder), options(lora_scope="all")))
-    # Adaptive drafts hang on the clock.
-    model.generation_config = DominoGenerationConfig(num_assistant_tokens_schedule="constant", **knobs)
+    knobs = knobs | {"num_assistant_tokens_schedule": "constant"}  # the adaptive one looks at the clock
+    model.generation_config = DominoGenerationConfig(**knobs)
     unmerged = drafts(target, model)
     with model.disable_adapter():
         assert drafts(target, model) != unmerged

@@ -467,7 +467,7 @@ def test_no_round_copies_the_context():
     rounds = benchmark_context.allocated(target, drafter, context)
     keys_of_a_layer = context * 4 * 32 * 4
     assert len(rounds) == benchmark_context.ROUNDS - 1
-    for part in ("target", "loop"):
+    for part in ("target", "loop", "draft"):
         assert max(size for found in rounds for size, _ in found[part]) < keys_of_a_layer / 4
     # What does go over the whole context is the mask: a few bytes a column.
     total = max(sum(size for size, _ in found["loop"]) for found in rounds)

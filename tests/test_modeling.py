@@ -7,7 +7,7 @@ import torch
 from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids
 from domino_spec import DominoCache, DominoConfig, DominoForSpeculation
 from domino_spec.generation_domino import decoder_layers, tapped_states
-from domino_spec.modeling_domino import add_correction, embed_tokens, target_logits
+from domino_spec.head_domino import add_correction, embed_tokens, target_logits
 from domino_spec.objective_domino import DominoObjective, target_states
 from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessorList
@@ -542,7 +542,7 @@ def test_cache_grows_and_gives_back_what_it_took():
     for new in (3, 1, 70, 5, 0, 130, 2):
         keys = torch.randn(2, 2, new, 4, generator=generator)
         pieces.append(keys)
-        cache.extend(torch.ones(2, new, dtype=torch.bool))
+        cache.extend(new)
         got, values = cache.update(0, keys, -keys)
         assert torch.equal(got, torch.cat(pieces, 2)) and torch.equal(values, -got)
     assert cache.length == 211 and cache.mask.shape == (2, 211)
@@ -554,14 +554,14 @@ def test_cache_grows_and_gives_back_what_it_took():
 def test_cache_counts_positions_row_by_row():
     cache = DominoCache(1, 2, first_position=torch.tensor([0, 10]))
     valid = torch.tensor([[False, True, True], [True, True, True]])
-    assert cache.extend(valid)[valid].tolist() == [0, 1, 10, 11, 12]
+    assert cache.extend(valid.shape[1], valid)[valid].tolist() == [0, 1, 10, 11, 12]
     assert cache.next_position.tolist() == [2, 13]
     valid = torch.tensor([[True, True], [True, False]])
-    assert cache.extend(valid)[valid].tolist() == [2, 3, 13]
+    assert cache.extend(valid.shape[1], valid)[valid].tolist() == [2, 3, 13]
     assert cache.next_position.tolist() == [4, 14]
     cache.stage(valid)
-    assert torch.equal(cache.take_staged(2, 2, "cpu")[0], valid)
-    assert cache.take_staged(2, 2, "cpu")[0].all()
+    assert torch.equal(cache.take_staged()[0], valid)
+    assert cache.take_staged()[0] is None
 
 
 def test_context_in_pieces_equals_context_at_once():

@@ -19,6 +19,8 @@ CODE_FILES = (
     "rows_domino.py",
     "targetcache_domino.py",
     "draftcache_domino.py",
+    "kernels_domino.py",
+    "head_domino.py",
     "generation_domino.py",
     "modeling_domino.py",
     "custom_generate/generate.py",

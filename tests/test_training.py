@@ -11,8 +11,8 @@ from domino_spec.data_domino import (
     frequent_ids,
     sample_anchors,
 )
+from domino_spec.head_domino import target_logits
 from domino_spec.losses_domino import DraftLoss
-from domino_spec.modeling_domino import target_logits
 from domino_spec.objective_domino import (
     DominoObjective,
     FeatureScale,
