@@ -95,7 +95,9 @@ def main() -> None:
         print(f"{way:10s} {value:.2f} s ({spread})" + (f", tau {tau[way]:.2f}" if way in tau else ""))
     cost = medians["wrong ids"] / medians["plain"]
     kept = medians["fixed"] / medians["right ids"]
-    print(f"wrong ids take {cost:.3f} of plain's time (bar 1.05); right ids keep {kept:.1%} of the fixed speed (bar 95%)")
+    print(
+        f"wrong ids take {cost:.3f} of plain's time (bar 1.05); right ids keep {kept:.1%} of the fixed speed (bar 95%)"
+    )
     sys.exit(cost > 1.05 or kept < 0.95)
 
 
