@@ -29,6 +29,7 @@ import torch
 from domino_spec import DominoForSpeculation
 from domino_spec.answer_prompts import ended, left_padded, read_jsonl, tokenize_prompt
 from domino_spec.benchmark_report import (
+    MAIN_BLOCK,
     FORMAT,
     markdown,
     plot,
@@ -252,7 +253,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--profile_prompts", type=int, default=6, help="prompts of the profile, from all sets in turn")
     made.add_argument("--no_sets", action="store_true", help="the profile alone")
     made.add_argument("--from_json", help="measure nothing: tables, plot and block of this file")
-    made.add_argument("--readme", help="replace the block between the benchmark's markers of this file")
+    made.add_argument("--readme", help="replace what stands between the markers of the block in this file")
+    made.add_argument(
+        "--block",
+        default=MAIN_BLOCK,
+        help="name in the markers, <!-- NAME --> and <!-- /NAME -->; others than the default "
+        "leave the definitions to that one",
+    )
     return made
 
 
@@ -286,7 +293,7 @@ def check(arguments) -> None:
 def named(arguments) -> dict:
     """Arguments as the report keeps them: names without directories, since it is for others too."""
     given = dict(vars(arguments))
-    for name in ("output_dir", "from_json", "readme"):
+    for name in ("output_dir", "from_json", "readme", "block"):
         del given[name]
     for name in ("target_model_name_or_path", "draft_model_name_or_path", "assistant_model_name_or_path"):
         given[name] = given[name] and Path(given[name]).resolve().name
@@ -371,8 +378,9 @@ def show(report: dict, arguments, console: Console) -> None:
                 f"the plot goes to '{directory}', which '{readme}' cannot link to; name a directory "
                 "beside or below it."
             ) from None
-        block = markdown(report, image.as_posix() if report["sets"] else None)
-        readme.write_text(replace_block(readme.read_text(encoding="utf-8"), block), encoding="utf-8")
+        block = markdown(report, image.as_posix() if report["sets"] else None, arguments.block == MAIN_BLOCK)
+        text = replace_block(readme.read_text(encoding="utf-8"), block, arguments.block)
+        readme.write_text(text, encoding="utf-8")
         console.print(f"block replaced: {readme}")
 
 

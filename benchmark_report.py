@@ -18,7 +18,7 @@ from rich.table import Table
 
 # A benchmark's JSON says which fields it has.
 FORMAT = 2
-OPENING, CLOSING = "<!-- benchmark -->", "<!-- /benchmark -->"
+MAIN_BLOCK = "benchmark"
 GROUPS = ("all", "looping", "not looping")
 LOOP_NGRAM, LOOP_SHARE, LOOP_LEAST = 4, 0.5, 16
 SPLIT = ("prefill", "draft", "verify", "loop")
@@ -354,11 +354,12 @@ def _markdown_table(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
-def markdown(report: dict, image: str | None = None) -> str:
+def markdown(report: dict, image: str | None = None, definitions: bool = True) -> str:
     """The README's block: what ran, what the words mean, every row, and where speculation lost.
 
     Args:
-        report: a benchmark's JSON. image: the plot, as the README links to it.
+        report: a benchmark's JSON. image: the plot, as the README links to it. definitions: False where another block
+            of the same README tells them.
     """
     machine, arguments = report["machine"], report["arguments"]
     blocks = [
@@ -366,7 +367,7 @@ def markdown(report: dict, image: str | None = None) -> str:
         f"tokens, up to {arguments['max_prompts']} prompts of each set, one process, {machine['threads']} thread(s) "
         f"on {machine['hardware']}; torch {machine['torch']}, transformers {machine['transformers']}, commit "
         f"{machine['commit']}. Written by `benchmark_domino.py` from its JSON.",
-        DEFINITIONS + "\n" + METHOD_WORDS,
+        *([DEFINITIONS + "\n" + METHOD_WORDS] if definitions else []),
     ]
     blocks[0] = wrapped(blocks[0])
     for setting, chosen in settings_of(report["sets"]).items():
@@ -445,16 +446,17 @@ def _losses(sets: dict[str, dict]) -> str:
     return "\n".join(wrapped(line, "  ") for line in lines)
 
 
-def replace_block(text: str, block: str) -> str:
-    """`text` with `block` between the benchmark's markers.
+def replace_block(text: str, block: str, name: str = MAIN_BLOCK) -> str:
+    """`text` with `block` between the markers of this name.
 
     Raises:
         ValueError: not exactly one pair of markers.
     """
-    if text.count(OPENING) != 1 or text.count(CLOSING) != 1 or text.index(OPENING) > text.index(CLOSING):
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(opening) != 1 or text.count(closing) != 1 or text.index(opening) > text.index(closing):
         raise ValueError(
-            f"the README has {text.count(OPENING)} '{OPENING}' and {text.count(CLOSING)} '{CLOSING}'; "
+            f"the README has {text.count(opening)} '{opening}' and {text.count(closing)} '{closing}'; "
             "expected one of each, in this order: put them where the block belongs."
         )
-    before, rest = text.split(OPENING)
-    return f"{before}{OPENING}\n{block}\n{CLOSING}{rest.split(CLOSING)[1]}"
+    before, rest = text.split(opening)
+    return f"{before}{opening}\n{block}\n{closing}{rest.split(closing)[1]}"

@@ -8,8 +8,6 @@ from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged
 from domino_spec import benchmark_context, benchmark_domino, benchmark_gpu, generation_domino
 from domino_spec.benchmark_domino import KNOBS, METHODS, methods_for, run, run_set
 from domino_spec.benchmark_report import (
-    CLOSING,
-    OPENING,
     acceptance,
     comparisons,
     loops,
@@ -21,6 +19,7 @@ from domino_spec.benchmark_report import (
 )
 from domino_spec.benchmark_timing import drafting, forced_acceptance, passes, profile, quartiles, watch
 
+OPENING, CLOSING = "<!-- benchmark -->", "<!-- /benchmark -->"
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 62}
 
 
@@ -250,6 +249,8 @@ def test_the_block_replaces_what_lies_between_the_markers():
     for broken in ("nothing", OPENING, f"{CLOSING}{OPENING}", text + text):
         with pytest.raises(ValueError, match="expected one of each"):
             replace_block(broken, "new")
+    other = f"<!-- batches -->\n<!-- /batches -->\n{once}"
+    assert replace_block(other, "x", "batches") == f"<!-- batches -->\nx\n<!-- /batches -->\n{once}"
 
 
 # Profile ------------------------------------------------------------------------------------------------------------
