@@ -29,8 +29,8 @@ import torch
 from domino_spec import DominoForSpeculation
 from domino_spec.answer_prompts import ended, left_padded, read_jsonl, tokenize_prompt
 from domino_spec.benchmark_report import (
-    MAIN_BLOCK,
     FORMAT,
+    MAIN_BLOCK,
     markdown,
     plot,
     profile_table,
