@@ -36,7 +36,7 @@ class BlockHead:
     """
 
     def __init__(self, drafter, states: torch.Tensor, base: torch.Tensor):
-        self.down, self.activation, self.up = drafter.embed_proj
+        self.down, self.activation, self.up = drafter.correction_layers
         self.states, self.base, self.ids, self.rows = states, base, None, None
         # With an adapter around it a layer applies more than its weight.
         self.split = type(self.down) is nn.Linear

@@ -25,6 +25,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     rows = inputs.numel() // inputs.shape[-1]
     swap = weight.device.type == "cpu" and weight.dtype == inputs.dtype == torch.bfloat16
+    swap = swap and type(weight) in (torch.Tensor, nn.Parameter)  # subclasses, such as quantised ones, know F.linear
     if not swap or bias is not None or not 0 < rows <= FEW_ROWS or torch.is_grad_enabled():
         return F.linear(inputs, weight, bias)
     flat = inputs.reshape(rows, -1)

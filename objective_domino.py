@@ -202,7 +202,7 @@ class DominoObjective(nn.Module):
         """Correction head on `[N, H]` and `[N, S]`, all ids or some; `rows` are W_up's of these ids, if at hand."""
         if ids is None:
             return self.drafter.correction(states, encoded)
-        down, activation, up = self.drafter.embed_proj
+        down, activation, up = self.drafter.correction_layers
         hidden = activation(down(torch.cat([states, encoded], dim=-1)))
         return (linear_at(up, hidden, ids) if rows is None else F.linear(hidden, rows)).float()
 
@@ -211,7 +211,7 @@ class DominoObjective(nn.Module):
 
         Taken once a batch: the gradient of taking them is as large as W_up.
         """
-        up = self.drafter.embed_proj[2]
+        up = self.drafter.correction_layers[2]
         return up.weight[ids] if ids is not None and type(up) is nn.Linear else None
 
     def label_weight(self, input_ids, supervised, anchors, kept) -> torch.Tensor:
@@ -260,7 +260,7 @@ class DominoObjective(nn.Module):
             blocks.up_rows = self.up_rows(ids)
             learned = head
             if blocks.up_rows is not None:
-                learned = [p for p in head if p is not self.drafter.embed_proj[2].weight] + [blocks.up_rows]
+                learned = [p for p in head if p is not self.drafter.correction_layers[2].weight] + [blocks.up_rows]
         total = chunked_sum(blocks.run, chunk, z.flatten(0, 1), encoded, learned)
         sums = blocks.sums | {"weight": self.loss.fixed_weights(valid).sum()}
         loss = total / (sums["weight"] if normalizer is None else normalizer).clamp(min=1e-9)
