@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-all train-demo bench quality clean
+.PHONY: demo test test-all train-demo bench bench-gpu quality clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,12 @@ train-demo: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmark_domino.py --draft_model_name_or_path . --output_dir runs/bench \
 		--prompts recipes/smollm2/bench_prompts.jsonl
+
+# GPU_PYTHON=python3 takes an interpreter that has a CUDA torch and transformers; nothing is installed into it.
+GPU_PYTHON ?= $(BIN)/python
+bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
+	mkdir -p runs/path && ln -sfn "$(CURDIR)" runs/path/domino_spec
+	PYTHONPATH="$(CURDIR)/runs/path" $(GPU_PYTHON) benchmark_gpu.py --output_dir runs/bench-gpu
 
 quality: $(READY)
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -91,6 +91,8 @@ class DominoConfig(PreTrainedConfig):
     """
 
     model_type = "domino"
+    # Older libraries otherwise build a config without arguments to compare with; a mask id cannot be guessed.
+    has_no_defaults_at_init: ClassVar[bool] = True
 
     vocab_size: int = 151936
     hidden_size: int = 4096

@@ -36,7 +36,7 @@ class BlockHead:
     """
 
     def __init__(self, drafter, states: torch.Tensor, base: torch.Tensor):
-        self.down, self.activation, self.up = drafter.embed_proj
+        self.down, self.activation, self.up = drafter.correction_layers
         self.states, self.base, self.ids, self.rows = states, base, None, None
         # With an adapter around it a layer applies more than its weight.
         self.split = type(self.down) is nn.Linear
@@ -101,7 +101,7 @@ def sequential_rollout(
     if not (pooled and plain) and base_logits.stride(-1) != 1:
         base_logits = base_logits.contiguous()
     rows = [input_ids[i].to(anchor_ids.device) for i in range(len(input_ids))] if logits_processor else None
-    token, state, tokens, laws = anchor_ids, None, [], []
+    token, state, tokens, laws, chosen = anchor_ids, None, [], [], []
     confidence = torch.ones(anchor_ids.shape[0], device=base_logits.device)
     lengths = torch.zeros_like(anchor_ids[:, 0])
     for i in range(n):
@@ -121,6 +121,8 @@ def sequential_rollout(
             if logits_processor:
                 logits = process_logits(logits_processor, rows, logits)
             choice = sample_from_logits(logits, do_sample)[:, None]
+            if do_sample or threshold:
+                chosen.append(logits.softmax(-1).gather(1, choice)[:, 0])
             token = choice if ids is None else ids.gather(1, choice)
         tokens.append(token)
         laws.append((logits, ids))
@@ -129,7 +131,7 @@ def sequential_rollout(
         if threshold:
             # The token that falls below is still judged: whether there is a next draft hangs on this one alone.
             lengths += confidence >= threshold
-            confidence = confidence * logits.softmax(-1).gather(1, choice)[:, 0]
+            confidence = confidence * chosen[-1]
             if bool((confidence < threshold).all()):
                 break
 
@@ -146,7 +148,21 @@ def sequential_rollout(
             steps.append(logits)
         return torch.stack(steps, dim=1)
 
-    return DraftOutput(torch.cat(tokens, dim=1), all_logits, lengths if threshold else None)
+    def law(places: torch.LongTensor) -> torch.Tensor:
+        found = base_logits.new_zeros(base_logits.shape[0], base_logits.shape[2], dtype=torch.float)
+        for row, place in enumerate(places.tolist()):
+            logits, ids = laws[place]
+            probabilities = logits[row].float().softmax(-1)
+            found[row] = probabilities if ids is None else found[row].scatter(0, ids[row], probabilities)
+        return found
+
+    return DraftOutput(
+        torch.cat(tokens, dim=1),
+        all_logits,
+        lengths if threshold else None,
+        laws=law if do_sample else None,
+        chosen=torch.stack(chosen, dim=1) if do_sample else None,
+    )
 
 
 def parallel_rollout(drafter, embed, anchor_ids, states, base_logits) -> DraftOutput:

@@ -25,6 +25,7 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     rows = inputs.numel() // inputs.shape[-1]
     swap = weight.device.type == "cpu" and weight.dtype == inputs.dtype == torch.bfloat16
+    swap = swap and type(weight) in (torch.Tensor, nn.Parameter)  # subclasses, such as quantised ones, know F.linear
     if not swap or bias is not None or not 0 < rows <= FEW_ROWS or torch.is_grad_enabled():
         return F.linear(inputs, weight, bias)
     flat = inputs.reshape(rows, -1)
@@ -51,6 +52,24 @@ def argmax(logits: torch.Tensor) -> torch.LongTensor:
     best = pieces.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
     index = best[..., None].expand(*best.shape, ARGMAX_PIECE)
     return best[..., 0] * ARGMAX_PIECE + pieces.gather(-2, index)[..., 0, :].argmax(-1)
+
+
+def draw(weights: torch.Tensor) -> torch.LongTensor:
+    """One index of each row, drawn in proportion to its weights, as `torch.multinomial`: `[..., V]` -> `[...]`.
+
+    One random number a row, looked up in the running sum, instead of one for every id.
+
+    Raises:
+        RuntimeError: weights that are no law: negative, infinite or NaN, or all zero.
+    """
+    if weights.device.type != "cpu":
+        return torch.multinomial(weights.flatten(0, -2), 1).view(weights.shape[:-1])
+    sums = weights.double().cumsum(-1)
+    total = sums[..., -1:]
+    if not bool(((total > 0) & (total < torch.inf) & (weights.amin(-1, keepdim=True) >= 0)).all()):
+        raise RuntimeError("cannot draw a token: its probabilities are NaN, infinite, negative or all zero.")
+    place = (torch.rand_like(total) * total).minimum(total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(sums, place, right=True)[..., 0]
 
 
 def topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.LongTensor]:

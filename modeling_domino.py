@@ -251,6 +251,17 @@ class DominoForSpeculation(DominoPreTrainedModel):
         """The encoder of the draft prefix: `(embeds [b, t, H], state) -> (states [b, t, S], state)`."""
         return self.prefix_gru if self.config.causal_encoder == "gru" else self.prefix_attention
 
+    @property
+    def correction_layers(self) -> nn.Sequential:
+        """`W_down`, SiLU and `W_up` as they apply now: an adapter's own copy where it has one of the whole head."""
+        layers = self.embed_proj
+        if hasattr(layers, "modules_to_save"):  # PEFT's wrapper, whose forward chooses in the same way
+            active = layers.active_adapters
+            known = active and all(name in layers.modules_to_save for name in active)
+            own = known and not layers.disable_adapters
+            layers = layers.modules_to_save[active[0]] if own else layers.original_module
+        return layers
+
     def head_modules(self) -> list[nn.Module]:
         """Causal encoder and correction: what "the head" means in training and reports."""
         return [self.causal_encoder, self.embed_proj]
@@ -334,6 +345,7 @@ class DominoForSpeculation(DominoPreTrainedModel):
 
     # Drafting ---------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def draft(
         self,
         target: PreTrainedModel,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from .data_domino import block_attention_mask, first_anchors, flex_block_mask
 from .generation_domino import decoder_layers, tapped_states
@@ -197,13 +198,21 @@ class DominoObjective(nn.Module):
             log_weights[-len(negatives) :] = torch.log(torch.tensor(len(others) / len(negatives)))
         return ids.to(labels.device), log_weights.to(labels.device)
 
-    def corrections(self, states, encoded, ids):
-        """Correction head on `[N, H]` and `[N, S]`, all ids or some."""
+    def corrections(self, states, encoded, ids, rows=None):
+        """Correction head on `[N, H]` and `[N, S]`, all ids or some; `rows` are W_up's of these ids, if at hand."""
         if ids is None:
             return self.drafter.correction(states, encoded)
-        down, activation, up = self.drafter.embed_proj
+        down, activation, up = self.drafter.correction_layers
         hidden = activation(down(torch.cat([states, encoded], dim=-1)))
-        return linear_at(up, hidden, ids).float()
+        return (linear_at(up, hidden, ids) if rows is None else F.linear(hidden, rows)).float()
+
+    def up_rows(self, ids) -> torch.Tensor | None:
+        """Rows of W_up for these ids; None where all ids count, or an adapter takes part in them.
+
+        Taken once a batch: the gradient of taking them is as large as W_up.
+        """
+        up = self.drafter.correction_layers[2]
+        return up.weight[ids] if ids is not None and type(up) is nn.Linear else None
 
     def label_weight(self, input_ids, supervised, anchors, kept) -> torch.Tensor:
         """Sum of the places' weights over all labels of these blocks: what a step's loss is divided by."""
@@ -246,7 +255,13 @@ class DominoObjective(nn.Module):
         if self.loss.needs_teacher:
             blocks.teach(states.final, places)
         chunk = max(1, self.logits_chunk_size // self.config.num_drafts)
-        total = chunked_sum(blocks.run, chunk, z.flatten(0, 1), encoded, head if lam < 1 else [])
+        learned = []
+        if lam < 1:
+            blocks.up_rows = self.up_rows(ids)
+            learned = head
+            if blocks.up_rows is not None:
+                learned = [p for p in head if p is not self.drafter.correction_layers[2].weight] + [blocks.up_rows]
+        total = chunked_sum(blocks.run, chunk, z.flatten(0, 1), encoded, learned)
         sums = blocks.sums | {"weight": self.loss.fixed_weights(valid).sum()}
         loss = total / (sums["weight"] if normalizer is None else normalizer).clamp(min=1e-9)
         if lam >= 1:
@@ -299,7 +314,9 @@ class _Blocks:
             lookup = labels.new_zeros(objective.config.vocab_size)
             lookup[ids] = torch.arange(len(ids), device=ids.device)
             self.labels = lookup[labels]
-        self.final = None
+        self.final = self.up_rows = None
+        # The LM head's rows of these ids, once a batch.
+        self.head_rows = None if ids is None else objective.target.get_output_embeddings().weight[ids]
         per_draft = labels.new_zeros(labels.shape[1])
         self.sums = {name: per_draft.clone() for name in ("base_hits", "final_hits", "counts")}
         self.sums |= {name: torch.zeros((), device=labels.device) for name in ("base_loss", "final_loss")}
@@ -327,7 +344,7 @@ class _Blocks:
             return base
         late = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)[valid]
         rows = (late >= objective.config.pure_draft_prefix_len).nonzero()[:, 0]
-        correction = objective.corrections(z[valid][rows], encoded[valid][rows], self.ids)
+        correction = objective.corrections(z[valid][rows], encoded[valid][rows], self.ids, self.up_rows)
         final_logits = base_logits.index_copy(0, rows, add_correction(base_logits[rows], correction))
         final = self._weigh("final", final_logits, labels, valid, teacher)
         return self.lam * base + (1 - self.lam) * final
@@ -342,7 +359,7 @@ class _Blocks:
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[N, ids]` of states `[N, H]`, raised by what each id stands for."""
-        logits = target_logits(self.objective.target, states, self.ids).float()
+        logits = target_logits(self.objective.target, states, self.ids, self.head_rows).float()
         return logits if self.log_weights is None else logits + self.log_weights
 
     def _weigh(self, name: str, logits, labels, valid, teacher) -> torch.Tensor:

@@ -33,14 +33,14 @@ LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets")
 # Plots --------------------------------------------------------------------------------------------------------------
 
 
-def new_figure(rows: int, height: float):
-    """A figure of stacked axes over one x axis, drawn without a display."""
+def new_figure(rows: int, height: float, columns: int = 1, width: float = 8, shared: bool = True):
+    """A figure of stacked axes, over one x axis where it is shared, drawn without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(rows, 1, figsize=(8, height), sharex=True, squeeze=False, layout="constrained")
+    return pyplot.subplots(rows, columns, figsize=(width, height), sharex=shared, squeeze=False, layout="constrained")
 
 
 def save_figure(figure, path: str) -> None:

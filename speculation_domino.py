@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import logits_process
 
-from .kernels_domino import argmax
+from .kernels_domino import argmax, draw
 
 KNOBS: dict[str, Any] = {
     "num_assistant_tokens": None,
@@ -139,6 +139,8 @@ class DraftOutput:
         lengths (int `[batch]`, optional): how many of each row's drafts count, from the left; None: all n.
         looked_up (bool `[batch]`, optional): rows whose drafts are certain, a point mass each, whatever `logits` says;
             None: no row.
+        laws (callable, optional): `law` where it can be had without all of `logits`; and chosen (float `[batch, n]`):
+            the drafts' own probabilities.
     """
 
     def __init__(
@@ -147,9 +149,11 @@ class DraftOutput:
         logits: torch.Tensor | Callable[[], torch.Tensor] | None,
         lengths: torch.LongTensor | None = None,
         looked_up: torch.BoolTensor | None = None,
+        laws: Callable[[torch.LongTensor], torch.Tensor] | None = None,
+        chosen: torch.Tensor | None = None,
     ):
         self.token_ids, self.lengths, self.looked_up = token_ids, lengths, looked_up
-        self._logits = logits
+        self._logits, self._laws, self._chosen = logits, laws, chosen
 
     @property
     def logits(self) -> torch.Tensor | None:
@@ -157,19 +161,47 @@ class DraftOutput:
             self._logits = self._logits()
         return self._logits
 
+    def probabilities(self) -> torch.Tensor:
+        """q of each draft, float `[batch, n]`; 1 where it is certain."""
+        if self._chosen is not None:
+            q = self._chosen
+        elif self._logits is None:
+            q = torch.ones_like(self.token_ids, dtype=torch.float)
+        else:
+            logits = self.logits.float()
+            q = (logits.gather(2, self.token_ids[:, :, None])[..., 0] - logits.logsumexp(-1)).exp()
+        return q if self.looked_up is None else q.masked_fill(self.looked_up[:, None], 1.0)
+
+    def law(self, places: torch.LongTensor, vocab_size: int) -> torch.Tensor:
+        """q of one draft a row, the `places[batch]`-th, as a whole: float `[batch, vocab_size]`."""
+        rows = torch.arange(len(places), device=places.device)
+        certain = self.token_ids[rows, places][:, None]
+        if self._laws is not None:
+            q = self._laws(places)
+        elif self._logits is None:
+            q = torch.zeros(len(places), vocab_size, device=places.device).scatter(1, certain, 1.0)
+        else:
+            q = self.logits[rows, places].float().softmax(-1)
+        if self.looked_up is None:
+            return q
+        return torch.where(self.looked_up[:, None], torch.zeros_like(q).scatter(1, certain, 1.0), q)
+
     def to(self, device) -> DraftOutput:
         """The same on another device."""
         if self.token_ids.device == device:
             return self
-        tokens, lengths, looked_up = (
-            None if part is None else part.to(device) for part in (self.token_ids, self.lengths, self.looked_up)
+        tokens, lengths, looked_up, chosen = (
+            None if part is None else part.to(device)
+            for part in (self.token_ids, self.lengths, self.looked_up, self._chosen)
         )
         logits = None if self._logits is None else lambda: self.logits.to(device)
-        return DraftOutput(tokens, logits, lengths, looked_up)
+        laws = None if self._laws is None else lambda places: self._laws(places.to(self.token_ids.device)).to(device)
+        return DraftOutput(tokens, logits, lengths, looked_up, laws, chosen)
 
     def replace(self, token_ids, lengths, looked_up) -> DraftOutput:
-        """Other tokens by the same laws."""
-        return DraftOutput(token_ids, None if self._logits is None else lambda: self.logits, lengths, looked_up)
+        """Other tokens in the looked-up rows, the same laws in the others."""
+        logits = None if self._logits is None else lambda: self.logits
+        return DraftOutput(token_ids, logits, lengths, looked_up, self._laws, self._chosen)
 
 
 def with_lookup(own: DraftOutput | None, lookup: list[list[int] | None], most: int, device) -> DraftOutput:
@@ -264,10 +296,7 @@ class SpeculationStats:
 
 def sample_from_logits(logits: torch.Tensor, do_sample: bool) -> torch.LongTensor:
     """One token of each law `[..., V]` -> `[...]`: drawn, or the most likely."""
-    if not do_sample:
-        return argmax(logits)
-    probabilities = logits.float().softmax(-1)
-    return torch.multinomial(probabilities.flatten(0, -2), 1).view(logits.shape[:-1])
+    return draw(logits.float().softmax(-1)) if do_sample else argmax(logits)
 
 
 def accept_greedy(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,32 +330,23 @@ def accept_sampled(draft: DraftOutput, target_scores: torch.Tensor) -> tuple[tor
     """
     batch_size, n = draft.token_ids.shape
     rows = torch.arange(batch_size, device=target_scores.device)
-    p = target_scores.float().softmax(-1)
+    scores = target_scores.float()
     tokens = torch.cat([draft.token_ids, draft.token_ids.new_zeros(batch_size, 1)], dim=1)
-    num_accepted = torch.zeros(batch_size, dtype=torch.long, device=p.device)
-    law = p[:, 0]
+    num_accepted = torch.zeros_like(rows)
     if n:
-        chosen = draft.token_ids[:, :, None]
-        p_drafted, q_drafted = p[:, :n].gather(2, chosen)[..., 0], torch.ones_like(p[:, :n, 0])
-        if draft.logits is not None:
-            q = draft.logits.float().softmax(-1)
-            q_drafted = q.gather(2, chosen)[..., 0]
-        if draft.looked_up is not None:
-            q_drafted = q_drafted.masked_fill(draft.looked_up[:, None], 1.0)
-        accepted = (torch.rand_like(p_drafted) * q_drafted < p_drafted) & _counting(draft)
+        # Only what is asked for is worked out: p and q of the drafts, then both laws at the first rejection.
+        p_drafted = (scores[:, :n].gather(2, draft.token_ids[:, :, None])[..., 0] - scores[:, :n].logsumexp(-1)).exp()
+        accepted = (torch.rand_like(p_drafted) * draft.probabilities() < p_drafted) & _counting(draft)
         num_accepted = accepted.long().cumprod(-1).sum(-1)
-        law = p[rows, num_accepted]
+    law = scores[rows, num_accepted].softmax(-1)
+    if n:
         last = num_accepted.clamp(max=n - 1)  # the rejected draft, where there is one
-        certain = torch.zeros_like(law).scatter(1, draft.token_ids[rows, last][:, None], 1.0)
-        q_last = certain if draft.logits is None else q[rows, last]
-        if draft.looked_up is not None:
-            q_last = torch.where(draft.looked_up[:, None], certain, q_last)
         rejected = _counting(draft)[rows, last] & (num_accepted < n)
-        residual = (law - q_last).clamp(min=0)
+        residual = (law - draft.law(last, law.shape[-1])).clamp(min=0)
         # p == q up to rounding leaves nothing over; a rejection is then a rounding accident, and p itself is right.
         rejected &= residual.sum(-1) > 0
         law = torch.where(rejected[:, None], residual, law)
-    tokens[rows, num_accepted] = torch.multinomial(law, 1)[:, 0]
+    tokens[rows, num_accepted] = draw(law)
     return num_accepted, tokens
 
 

@@ -364,6 +364,8 @@ def train(arguments: list[str] | None = None) -> DominoTrainer | None:
         if args.should_log:
             print(metrics)
     save_result(trainer, tokenizer)
+    # Left to the interpreter's exit, the process group's threads now and then abort a process whose work is done.
+    trainer.accelerator.end_training()
     return trainer
 
 

@@ -263,6 +263,7 @@ class DominoTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(model=objective, args=args, **kwargs)
+        vars(objective.config).pop("use_cache", None)  # the library's mark on models it trains; saved, it would stay
         # `compute_loss` divides by the weight of all labels of the step itself.
         self.model_accepts_loss_kwargs = True
         self.objective, self.scale, self.adapter = objective, scale, adapter

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import VOCAB, drawn, make_drafter, make_target, prompt_ids, save_target
+from conftest import VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids, save_target
 from domino_spec import DominoForSpeculation, adapter_domino, train_peft
 from domino_spec.adapter_domino import (
     DrafterModelConfig,
@@ -294,6 +294,25 @@ def test_vocabulary_estimate_honours_the_adapter(ids):
     adapted = drafter.correction(states, encoded)[:, ids]
     torch.testing.assert_close(objective.corrections(states, encoded, ids), adapted)
     assert not torch.allclose(adapted, bare, atol=1e-2)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"rollout": "parallel"}, {"candidate_pool_size": 5}])
+def test_a_head_trained_in_full_drafts_and_learns(knobs):
+    """PEFT then keeps a copy of the whole head beside the original one."""
+    target = make_target()
+    drafter = make_drafter(target)
+    changes = {"lora_target_modules": ["layers.0.self_attn.q_proj"], "lora_modules_to_save": ["embed_proj"]}
+    model = filled(attach_adapter(drafter, options(**changes)))
+    model.generation_config = DominoGenerationConfig(num_assistant_tokens_schedule="constant", **knobs)
+    unmerged = drafts(target, model)
+    with model.disable_adapter():
+        assert drafts(target, model) != unmerged
+    for ids in (None, torch.arange(20)):
+        drafter.zero_grad()
+        objective = DominoObjective(drafter, target, frequent_ids=ids)
+        objective(**drawn(batch_of(one_row(target))), lam=0.5)["loss"].backward()
+        assert all(p.grad is not None and p.grad.any() for p in drafter.correction_layers.parameters())
+    assert drafts(target, model.merge_and_unload()) == unmerged
 
 
 def test_wrapped_drafter_is_an_assistant():

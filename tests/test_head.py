@@ -97,7 +97,12 @@ def test_sampled_rollouts_report_the_processed_law(encoder, suppress, pool):
         expected = torch.stack([processors(ids, expected[:, i]) for i in range(expected.shape[1])], dim=1)
         law, naive = output.logits.softmax(-1), expected.softmax(-1)
         torch.testing.assert_close(law, naive, rtol=1e-5, atol=1e-6)
-        assert (law.gather(2, output.token_ids[..., None]) > 0).all()
+        q = law.gather(2, output.token_ids[..., None])[..., 0]
+        assert (q > 0).all()
+        # What is told without writing out all logits is the same law.
+        torch.testing.assert_close(output.probabilities(), q)
+        for i in range(law.shape[1]):
+            torch.testing.assert_close(output.law(torch.full((batch,), i), law.shape[2]), law[:, i])
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from domino_spec.kernels_domino import FEW_ROWS, FewRowsLinear, argmax, linear, topk
+from domino_spec.kernels_domino import FEW_ROWS, FewRowsLinear, argmax, draw, linear, topk
 from torch.nn import functional as F
 
 
@@ -56,3 +56,28 @@ def test_topk(dtype, vocab, k):
         assert torch.equal(values, each.topk(k).values)
         assert torch.equal(each.gather(-1, ids), values)
         assert all(len(set(row)) == k for row in ids.flatten(0, 1).tolist())
+
+
+def test_draws_follow_the_weights():
+    """Chi-square over 40,000 draws of a row; ids of weight zero, first and last among them, never come."""
+    torch.manual_seed(0)
+    weights = torch.tensor([[0.0, 3.0, 1.0, 0.0, 5.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
+    counts = torch.stack([draw(weights) for _ in range(40_000)], 1)
+    for row, ids in zip(weights, counts, strict=True):
+        expected = 40_000 * row / row.sum()
+        seen = ids.bincount(minlength=7)
+        assert not seen[row == 0].any()
+        present = row > 0
+        statistic = ((seen - expected) ** 2 / expected)[present].sum()
+        assert statistic < 20  # 3 degrees of freedom: p < 0.0002
+
+
+def test_draws_of_many_rows_keep_their_shape():
+    weights = torch.eye(6).view(2, 3, 6)
+    assert draw(weights).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("bad", [[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0], [-1.0, 2.0]])
+def test_no_draw_from_what_is_no_law(bad):
+    with pytest.raises(RuntimeError, match="cannot draw a token"):
+        draw(torch.tensor([bad]))

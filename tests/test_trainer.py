@@ -102,6 +102,12 @@ def test_ratios_out_of_range(changes, tmp_path):
         DominoTrainingConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
 
 
+def test_training_leaves_no_mark_in_the_config(tmp_path):
+    """The library switches `use_cache` off on what it trains; drafters have no such option, and would save it."""
+    trainer = make_trainer(tmp_path, make_rows(2))
+    assert trainer.objective.config.to_dict() == make_drafter(make_target("llama")).config.to_dict()
+
+
 def test_trainer_freezes_the_head_in_stage_one(tmp_path):
     target = make_target().requires_grad_(False)
     drafter = make_drafter(target)

@@ -50,10 +50,10 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, help="what make_prompts.py wrote")
     parser.add_argument("--answers", default="recipes/smollm2/answers.jsonl.xz", help="the target's answers to some")
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--tune_rows", type=int, default=48)
-    parser.add_argument("--max_answer_tokens", type=int, default=32, help="of an answer to learn")
-    parser.add_argument("--adapt_rows", type=int, default=96)
-    parser.add_argument("--test_rows", type=int, default=16)
+    parser.add_argument("--tune_rows", type=int, default=160)
+    parser.add_argument("--max_answer_tokens", type=int, default=64, help="of an answer to learn")
+    parser.add_argument("--adapt_rows", type=int, default=448)
+    parser.add_argument("--test_rows", type=int, default=32)
     arguments = parser.parse_args()
 
     output = Path(arguments.output_dir)
@@ -73,7 +73,7 @@ def main() -> None:
         learning_rate=2e-3,
         warmup_steps=3,
         max_length=256,
-        bf16=False,
+        bf16=True,
         use_cpu=True,
         gradient_checkpointing=False,
         save_strategy="no",

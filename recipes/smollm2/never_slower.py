@@ -1,0 +1,105 @@
+"""What speculation costs where it cannot help, and keeps where it is perfect.
+
+    python recipes/smollm2/never_slower.py [--dtype bfloat16] [--max_new_tokens 256] [--repeats 7]
+
+Four ways of writing one answer, in turn, as often as `--repeats`; medians of seconds per token:
+
+    plain       `generate` without a drafter
+    wrong ids   adaptive; the drafter does its full work, then every id it proposes is replaced by a wrong one
+    right ids   adaptive; as above, but replaced by the answer's own ids
+    fixed       right ids with a full block every round (num_assistant_tokens_schedule="constant")
+
+Lookup is off, so that nothing but the drafter proposes. In bfloat16 rounding may let a text drift from the one that
+the right ids were taken from; the ids then count on from the text that is being written, until it has settled. Exits
+with 1 where wrong ids cost more than 5% over plain, or right ids keep less than 95% of the fixed speed.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+from domino_spec import DominoForSpeculation
+from domino_spec.smollm2_target import smollm2_path
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+PROMPT = "Explain how a steam engine works, what it was used for, and which inventions made it better."
+
+
+class Forced:
+    """The drafter's `draft`, whose proposals are replaced by the answer's ids, moved by `offset`."""
+
+    def __init__(self, drafter, vocab_size: int):
+        self.draft, self.vocab_size = drafter.draft, vocab_size
+        self.text: list[int] = []  # prompt and answer
+        self.offset = 0
+
+    def __call__(self, *args, input_ids, **kwargs):
+        own = self.draft(*args, input_ids=input_ids, **kwargs)
+        place, width = len(input_ids[0]), own.token_ids.shape[1]
+        ids = torch.tensor(self.text[place : place + width])
+        own.token_ids[0, : len(ids)] = (ids + self.offset) % self.vocab_size
+        return own
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft_model_name_or_path", default=".")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dtype = getattr(torch, arguments.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path())
+    target = AutoModelForCausalLM.from_pretrained(smollm2_path(), dtype=dtype).eval()
+    drafter = DominoForSpeculation.from_pretrained(arguments.draft_model_name_or_path, dtype=dtype).eval()
+    forced = drafter.draft = Forced(drafter, target.config.vocab_size)
+    drafter.generation_config.lookup = False
+    chat = [{"role": "user", "content": PROMPT}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    target.generation_config.eos_token_id = None  # all ways write as many tokens
+    length = {"max_new_tokens": arguments.max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
+
+    def seconds(way: str) -> float:
+        """Of one answer; leaves its ids for the right-id ways to go by."""
+        drafter.generation_config.num_assistant_tokens_schedule = "constant" if way == "fixed" else "adaptive"
+        forced.offset = 1 if way == "wrong ids" else 0
+        # Each way's own text: rounding may have let it part from the others'.
+        forced.text = texts.get(way, texts["plain"]) if way != "plain" else []
+        started = time.perf_counter()
+        extra = {} if way == "plain" else {"assistant_model": drafter}
+        output = target.generate(**inputs, do_sample=False, **length, **extra)
+        elapsed = time.perf_counter() - started
+        texts[way] = output[0].tolist()
+        return elapsed
+
+    texts: dict[str, list[int]] = {}
+    ways = ("plain", "wrong ids", "right ids", "fixed")
+    for way in ("plain", *ways[1:] * 3):  # warm up, and let the texts settle
+        seconds(way)
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    tau = {}
+    for number in tqdm(range(arguments.repeats), unit="turn"):
+        for way in ways[number % 4 :] + ways[: number % 4]:
+            taken[way].append(seconds(way))
+            if way != "plain":
+                tau[way] = drafter.last_speculation.mean_acceptance_length
+    medians = {way: statistics.median(values) for way, values in taken.items()}
+    for way, value in medians.items():
+        spread = f"{min(taken[way]):.2f} to {max(taken[way]):.2f}"
+        print(f"{way:10s} {value:.2f} s ({spread})" + (f", tau {tau[way]:.2f}" if way in tau else ""))
+    cost = medians["wrong ids"] / medians["plain"]
+    kept = medians["fixed"] / medians["right ids"]
+    print(
+        f"wrong ids take {cost:.3f} of plain's time (bar 1.05); right ids keep {kept:.1%} of the fixed speed (bar 95%)"
+    )
+    sys.exit(cost > 1.05 or kept < 0.95)
+
+
+if __name__ == "__main__":
+    main()
