@@ -103,7 +103,7 @@ class DominoCache:
         if self.keys[layer] is None:
             return keys, values
         width = self.length + block
-        return self.keys[layer][:, :, :width], self.values[layer][:, :, :width]
+        return self.keys[layer].narrow(2, 0, width), self.values[layer].narrow(2, 0, width)
 
     def _append(self, buffer: torch.Tensor | None, new: torch.Tensor, block: int) -> torch.Tensor:
         """Write into spare room; grow by half when there is none, so that a round copies nothing as a rule."""
@@ -114,7 +114,7 @@ class DominoCache:
             if buffer is not None:
                 grown[:, :, :start] = buffer[:, :, :start]
             buffer = grown
-        buffer[:, :, start:end] = new
+        buffer.narrow(2, start, end - start).copy_(new)
         return buffer
 
     def select(self, rows: torch.Tensor) -> None:

@@ -283,6 +283,7 @@ class _Call:
 
     def prefill(self, input_ids: torch.LongTensor, model_kwargs: dict) -> None:
         """As plain decoding does it, and the first token."""
+        started = time.perf_counter()
         self.key = cache_key(self.target, model_kwargs)
         outputs = self.target._prefill(input_ids, self.generation_config, model_kwargs)
         self.cache = outputs[self.key]
@@ -318,6 +319,7 @@ class _Call:
         if len(input_ids) == 1 and bool(self.mask.all()):
             self.mask = None  # the target needs none, and makes its own faster
         self.clock = time.perf_counter()
+        self.stats.prefill_seconds = self.clock - started
 
     def _prompts(self, input_ids) -> list[list[int]]:
         """Each row's tokens without its padding, where the mask speaks of the ids given."""

@@ -9,7 +9,8 @@ E comes from decayed counts of acceptance by slot, T from this call's own clock.
 it: what is decided before a token is drawn looks at the text so far and never at the draw, and every draft is judged.
 
 Never slower: a plain step is the default, speculation has to beat it by `MARGIN`. While it does not, the drafter is
-tried again after ever longer pauses, and only while the time lost to it stays below `LOSS_SHARE` of the total.
+tried again after ever longer pauses, and only while the time lost to it, less what it has won before, stays below
+`LOSS_SHARE` of the total.
 
 Sampled calls repeat under a seed, so their decisions must not hang on the clock's noise: they open with a fixed
 sequence of rounds, and from then on use cost ratios that the first such call in this process measured, in coarse
@@ -25,8 +26,9 @@ from dataclasses import dataclass, field
 
 from .lookup_domino import SUFFIX_SIZES
 
-# Acceptance: believed of an unseen slot, and what that belief weighs in observations; memory of about twenty rounds.
-PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY = 0.7, 1.0, 2.0, 0.95
+# Acceptance: believed of the first slot, and what a belief weighs in observations; memory of about fifty rounds. A draft
+# that is reached is likelier to be right than the one before it: easy stretches reach further.
+PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY, DEEPER = 0.7, 2.0, 2.0, 0.98, 0.15
 # Seconds of n drafts in units of the least, where only one length was measured: what n more drafts add.
 DRAFT_SLOPE, VERIFY_SLOPE = 0.1, 0.1
 SAMPLES = 7
@@ -34,7 +36,7 @@ RATIO_STEP = 1.25
 MARGIN = 1.03
 LOSS_SHARE = 0.025
 # Plain steps before the drafter is tried again, at first and at most; drafts of such a trial.
-FIRST_PAUSE, LONGEST_PAUSE, TRIAL_DRAFTS = 8, 256, 2
+FIRST_PAUSE, LONGEST_PAUSE, TRIAL_DRAFTS = 2, 256, 2
 # Below this gain over plain steps a plain step is timed again now and then, in ever longer intervals.
 SAFE_GAIN, FIRST_RECHECK = 1.5, 4
 
@@ -79,9 +81,10 @@ class Acceptance:
         if self._expected is None:
             level, shared = PRIOR, []
             for right, tried in zip(zip(*self.right, strict=True), zip(*self.tried, strict=True), strict=True):
-                # A slot that was seldom reached is believed to be like the one before it.
+                # A slot that was seldom reached is believed to be a little better than the one before it.
                 level = (sum(right) + PRIOR_WEIGHT * level) / (sum(tried) + PRIOR_WEIGHT)
                 shared.append(level)
+                level += DEEPER * (1 - level)
             self._expected = []
             for right, tried in zip(self.right, self.tried, strict=True):
                 reached, kept = 1.0, [1.0]
@@ -346,7 +349,7 @@ class AdaptiveLength:
         cost = draft[-1] * plan.use_head + verify[-1]
         self.spent += cost
         if plan.drafts:
-            self.lost = max(0.0, self.lost + cost - kept * verify[0])
+            self.lost += cost - kept * verify[0]  # below zero: what speculation has won so far, and may risk
 
     def _observe_lookups(self, found, new) -> None:
         """The text shows for nothing whether a continuation would have been right, proposed or not."""

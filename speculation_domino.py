@@ -236,8 +236,8 @@ class SpeculationStats:
         num_plain_steps (int): rounds without drafts.
         num_drafted, num_accepted (int): drafts proposed, drafts kept.
         num_looked_up, num_lookup_accepted (int): those of them that were lookup continuations.
-        draft_seconds, verify_seconds, total_seconds (float): wall clock; exact on an asynchronous device only with
-            `synchronize_timers`.
+        prefill_seconds, draft_seconds, verify_seconds, total_seconds (float): wall clock; exact on an asynchronous
+            device only with `synchronize_timers`. What the first three leave of the total is the loop's own.
         accepted_at (list[int]): over all rows, rounds in which draft i was kept.
         accepted_drafts (list[list[int]]): per row, drafts kept in each round; the rest of the round's tokens is the
             target's own.
@@ -250,6 +250,7 @@ class SpeculationStats:
     num_accepted: int = 0
     num_looked_up: int = 0
     num_lookup_accepted: int = 0
+    prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     total_seconds: float = 0.0

@@ -63,8 +63,8 @@ class SpareRoom:
             buffer = new.new_empty(*new.shape[:2], length + slack(length), new.shape[3])
             buffer[:, :, : live.shape[2]] = live
             self._buffers[name] = buffer
-        buffer[:, :, start + live.shape[2] : start + length] = new
-        return buffer[:, :, start : start + length]
+        buffer.narrow(2, start + live.shape[2], new.shape[2]).copy_(new)
+        return buffer.narrow(2, start, length)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows; the buffers of all rows go at once, layer by layer."""
