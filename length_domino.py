@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 from .lookup_domino import SUFFIX_SIZES
 
-# Acceptance: believed of the first slot, and what a belief weighs in observations; memory of about fifty rounds. A draft
-# that is reached is likelier to be right than the one before it: easy stretches reach further.
+# Acceptance: believed of the first slot, and what a belief weighs in observations; memory of about fifty rounds. A
+# draft that is reached is likelier to be right than the one before it: easy stretches reach further.
 PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY, DEEPER = 0.7, 2.0, 2.0, 0.98, 0.15
 # Seconds of n drafts in units of the least, where only one length was measured: what n more drafts add.
 DRAFT_SLOPE, VERIFY_SLOPE = 0.1, 0.1
