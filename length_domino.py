@@ -28,7 +28,7 @@ from .lookup_domino import SUFFIX_SIZES
 
 # Acceptance: believed of the first slot, and what a belief weighs in observations; memory of about fifty rounds. A
 # draft that is reached is likelier to be right than the one before it: easy stretches reach further.
-PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY, DEEPER = 0.7, 2.0, 2.0, 0.98, 0.15
+PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY, DEEPER = 0.7, 1.0, 2.0, 0.98, 0.15
 # Seconds of n drafts in units of the least, where only one length was measured: what n more drafts add.
 DRAFT_SLOPE, VERIFY_SLOPE = 0.1, 0.1
 SAMPLES = 7
@@ -36,7 +36,7 @@ RATIO_STEP = 1.25
 MARGIN = 1.03
 LOSS_SHARE = 0.025
 # Plain steps before the drafter is tried again, at first and at most; drafts of such a trial.
-FIRST_PAUSE, LONGEST_PAUSE, TRIAL_DRAFTS = 2, 256, 2
+FIRST_PAUSE, LONGEST_PAUSE, TRIAL_DRAFTS = 4, 256, 2
 # Below this gain over plain steps a plain step is timed again now and then, in ever longer intervals.
 SAFE_GAIN, FIRST_RECHECK = 1.5, 4
 
