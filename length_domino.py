@@ -222,7 +222,7 @@ class AdaptiveLength:
         self.head = Acceptance(rows, limit)
         self.lookups = {size: Acceptance(rows, limit) for size in SUFFIX_SIZES}
         half = (limit + 1) // 2
-        self.opening = [0, limit] if sampled is None else [0, half, 0, half]
+        self.opening = [0, half] if sampled is None else [0, half, 0, half]
         self._second_look = limit if sampled is None else 0
         self.costs = Costs()
         self._memo, self._key = None, None
