@@ -3,7 +3,7 @@
 Each round has three ways to go: a plain step, a lookup continuation (no forward of the drafter), or the drafter's
 block, in which single rows may take their lookup continuation instead. The most expected tokens per second win:
 
-    rate(n) = sum over rows of E[kept tokens | n drafts] / (T_draft(n) + T_verify(n))
+    rate(n) = mean over the slower half of the rows of E[kept tokens | n drafts] / (T_draft(n) + T_verify(n))
 
 E comes from decayed counts of acceptance by slot, T from this call's own clock. Exactness does not depend on any of
 it: what is decided before a token is drawn looks at the text so far and never at the draw, and every draft is judged.
@@ -189,6 +189,13 @@ def _interpolated(points: dict[int, float], drafts: int, slope: float) -> float:
     return points[near] * (1 + slope * drafts) / (1 + slope * near)
 
 
+def _pace(kept: list[float]) -> float:
+    """Tokens a round of a batch, by its slower half: a round costs about as much with half the rows, and the batch ends
+    with its last one."""
+    slower = sorted(kept)[: (len(kept) + 1) // 2]
+    return sum(slower) / len(slower)
+
+
 # Of a drafter and a target, cost ratios by what else decides them. Weak: a model that is gone takes its ratios along.
 _RATIOS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -266,12 +273,12 @@ class AdaptiveLength:
     def _best(self, found, most: int, looked_up: bool) -> Plan:
         draft, verify = self.costs.curves(most)
         head = self.head.expected()  # of each row, kept tokens by number of drafts
-        plain = len(head) / verify[0]
+        plain = 1 / verify[0]
         lookup = self._lookup_expected(found, most)
         counts = range(most + 1)
-        by_lookup = [looked_up * sum(kept[n] for kept in lookup) / verify[n] for n in counts]
+        by_lookup = [looked_up * _pace([kept[n] for kept in lookup]) / verify[n] for n in counts]
         better = [[max(pair) for pair in zip(*both, strict=False)] for both in zip(head, lookup, strict=True)]
-        by_head = [sum(kept[n] for kept in better) / (draft[n] + verify[n]) for n in counts]
+        by_head = [_pace([kept[n] for kept in better]) / (draft[n] + verify[n]) for n in counts]
         by_head[0] = 0.0
         use_head = max(by_head) >= max(by_lookup)
         rates = by_head if use_head else by_lookup
