@@ -190,8 +190,7 @@ def _interpolated(points: dict[int, float], drafts: int, slope: float) -> float:
 
 
 def _pace(kept: list[float]) -> float:
-    """Tokens a round of a batch, by its slower half: a round costs about as much with half the rows, and the batch ends
-    with its last one."""
+    """Tokens a round of a batch, by its slower half: it ends with its last row, and fewer rows are hardly cheaper."""
     slower = sorted(kept)[: (len(kept) + 1) // 2]
     return sum(slower) / len(slower)
 
