@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .kernels_domino import argmax, linear, topk
-from .speculation_domino import DraftOutput, process_logits, reads_values_only, sample_from_logits
+from .kernels_domino import argmax, draw, linear, topk
+from .speculation_domino import DraftOutput, process_logits, reads_values_only
 
 # Far enough below any logit that softmax gives exactly zero.
 OUT_OF_POOL = 1e4
@@ -120,9 +120,10 @@ def sequential_rollout(
         else:
             if logits_processor:
                 logits = process_logits(logits_processor, rows, logits)
-            choice = sample_from_logits(logits, do_sample)[:, None]
-            if do_sample or threshold:
-                chosen.append(logits.softmax(-1).gather(1, choice)[:, 0])
+            q = logits.softmax(-1) if do_sample or threshold else None
+            choice = (draw(q) if do_sample else argmax(logits))[:, None]
+            if q is not None:
+                chosen.append(q.gather(1, choice)[:, 0])
             token = choice if ids is None else ids.gather(1, choice)
         tokens.append(token)
         laws.append((logits, ids))
