@@ -16,6 +16,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+# All that the shipped drafter was trained on.
+ANSWERS = ["recipes/smollm2/answers.jsonl.xz", "recipes/smollm2/answers_bf16.jsonl.xz"]
+
 
 def restyle(text: str) -> str:
     """Lower case, no markup, and " ~" where a sentence or a line ends."""
@@ -34,7 +37,9 @@ def split_prompts(arguments, tokenizer) -> tuple[list[dict], list[dict]]:
     prompts = [row for row in read_jsonl(arguments.prompts) if not is_code(row)]
     keys = {prompt_key(tokenize_prompt(row, tokenizer)): row for row in prompts}
     answers = {
-        row["key"]: row["completion_ids"] for row in load_answers(arguments.answers, tokenizer, arguments.prompts)
+        row["key"]: row["completion_ids"]
+        for path in arguments.answers
+        for row in load_answers(path, tokenizer, arguments.prompts)
     }
     chats = []
     for key in [key for key in keys if key in answers][: arguments.tune_rows]:
@@ -48,8 +53,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target_model_name_or_path", required=True)
     parser.add_argument("--prompts", required=True, help="what make_prompts.py wrote")
-    parser.add_argument("--answers", default="recipes/smollm2/answers.jsonl.xz", help="the target's answers to some")
+    parser.add_argument("--answers", nargs="+", default=ANSWERS, help="the target's answers to some")
     parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--dtype", default="bfloat16", help="to compute in; float32 is faster without AMX")
     parser.add_argument("--tune_rows", type=int, default=160)
     parser.add_argument("--max_answer_tokens", type=int, default=64, help="of an answer to learn")
     parser.add_argument("--adapt_rows", type=int, default=448)
@@ -73,7 +79,7 @@ def main() -> None:
         learning_rate=2e-3,
         warmup_steps=3,
         max_length=256,
-        bf16=True,
+        bf16=arguments.dtype == "bfloat16",
         use_cpu=True,
         gradient_checkpointing=False,
         save_strategy="no",
