@@ -3,14 +3,15 @@
 Each round has three ways to go: a plain step, a lookup continuation (no forward of the drafter), or the drafter's
 block, in which single rows may take their lookup continuation instead. The most expected tokens per second win:
 
-    rate(n) = mean over the slower half of the rows of E[kept tokens | n drafts] / (T_draft(n) + T_verify(n))
+    rate(n) = mean over the slowest quarter of the rows of E[kept tokens | n drafts] / (T_draft(n) + T_verify(n))
 
 E comes from decayed counts of acceptance by slot, T from this call's own clock. Exactness does not depend on any of
 it: what is decided before a token is drawn looks at the text so far and never at the draw, and every draft is judged.
 
 Never slower: a plain step is the default, speculation has to beat it by `MARGIN`. While it does not, the drafter is
 tried again after ever longer pauses, and only while the time lost to it, less what it has won before, stays below
-`LOSS_SHARE` of the total.
+`LOSS_SHARE` of the total and a credit to begin with. A greedy call opens with a short block; a plain step is timed
+when it may matter, which it does not where all drafts are right.
 
 Sampled calls repeat under a seed, so their decisions must not hang on the clock's noise: they open with a fixed
 sequence of rounds, and from then on use cost ratios that the first such call in this process measured, in coarse
@@ -26,19 +27,25 @@ from dataclasses import dataclass, field
 
 from .lookup_domino import SUFFIX_SIZES
 
-# Acceptance: believed of the first slot, and what a belief weighs in observations; memory of about fifty rounds. A
-# draft that is reached is likelier to be right than the one before it: easy stretches reach further.
-PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY, DEEPER = 0.7, 1.0, 2.0, 0.98, 0.15
+# Acceptance: believed of the first slot; what a belief weighs in observations, of a slot and of one row of several;
+# memory of about fifty rounds. A draft that is reached is likelier to be right than the one before it: easy stretches
+# reach further.
+PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY, DEEPER = 0.7, 3.0, 2.0, 0.98, 0.1
 # Seconds of n drafts in units of the least, where only one length was measured: what n more drafts add.
 DRAFT_SLOPE, VERIFY_SLOPE = 0.1, 0.1
 SAMPLES = 7
 RATIO_STEP = 1.25
 MARGIN = 1.03
 LOSS_SHARE = 0.025
+# Plain steps that a call of one row may lose on top; of a batch, where a look costs more of them, so much less.
+CREDIT = 2.0
+# A batch goes by this part of its rows, the slowest.
+PACE_SHARE = 1 / 4
 # Plain steps before the drafter is tried again, at first and at most; drafts of such a trial.
 FIRST_PAUSE, LONGEST_PAUSE, TRIAL_DRAFTS = 4, 256, 2
-# Below this gain over plain steps a plain step is timed again now and then, in ever longer intervals.
-SAFE_GAIN, FIRST_RECHECK = 1.5, 4
+# Below this gain over plain steps a plain step is timed again now and then, in ever longer intervals. As long as none
+# was, its time is extrapolated, which on CPUs seen here was wrong by less than the second.
+SAFE_GAIN, SURE_GAIN, FIRST_RECHECK = 1.5, 3.0, 4
 
 
 @dataclass
@@ -89,7 +96,7 @@ class Acceptance:
             for right, tried in zip(self.right, self.tried, strict=True):
                 reached, kept = 1.0, [1.0]
                 for hits, count, level in zip(right, tried, shared, strict=True):
-                    reached *= (hits + ROW_WEIGHT * level) / (count + ROW_WEIGHT)
+                    reached *= level if len(self.right) == 1 else (hits + ROW_WEIGHT * level) / (count + ROW_WEIGHT)
                     kept.append(kept[-1] + reached)
                 self._expected.append(kept)
         return self._expected
@@ -140,9 +147,10 @@ class Costs:
             return self.fixed[kind]
         known = {n: statistics.median(s) for n, s in self._samples[kind].items()}
         warm = {**self._stale[kind], **{n: s for n, s in known.items() if self._counts[kind, n] > 1}}
-        if len(warm) > 1:
-            # A first measurement may have paid for warming up: its neighbours bound it.
-            known = {n: warm.get(n, min(s, _interpolated(warm, n, 0.0))) for n, s in known.items()}
+        if len(warm) > (kind == "verify"):
+            # A first measurement may have paid for warming up: the others bound it.
+            slope = DRAFT_SLOPE if kind == "draft" else VERIFY_SLOPE
+            known = {n: warm.get(n, min(s, _interpolated(warm, n, slope))) for n, s in known.items()}
         return {**warm, **known}
 
     def curves(self, most: int) -> tuple[list[float], list[float]]:
@@ -186,13 +194,19 @@ def _interpolated(points: dict[int, float], drafts: int, slope: float) -> float:
         low, high = below[-2:]
         return points[high] + max(0.0, points[high] - points[low]) * (drafts - high) / (high - low)
     near = below[-1] if below else above[0]
-    return points[near] * (1 + slope * drafts) / (1 + slope * near)
+    sloped = points[near] * (1 + slope * drafts) / (1 + slope * near)
+    if below or len(above) == 1:
+        return sloped
+    # Down from two lengths: by their line where it is the lower, but a token less saves no more than its share.
+    low, high = above[:2]
+    line = points[low] - (points[high] - points[low]) * (low - drafts) / (high - low)
+    return min(sloped, max(line, points[low] * (drafts + 1) / (low + 1)))
 
 
 def _pace(kept: list[float]) -> float:
-    """Tokens a round of a batch, by its slower half: it ends with its last row, and fewer rows are hardly cheaper."""
-    slower = sorted(kept)[: (len(kept) + 1) // 2]
-    return sum(slower) / len(slower)
+    """Tokens a round of a batch, by its slowest rows: it ends with its last row, and fewer rows are hardly cheaper."""
+    slowest = sorted(kept)[: math.ceil(len(kept) * PACE_SHARE)]
+    return sum(slowest) / len(slowest)
 
 
 # Of a drafter and a target, cost ratios by what else decides them. Weak: a model that is gone takes its ratios along.
@@ -227,9 +241,9 @@ class AdaptiveLength:
     def __init__(self, rows: int, limit: int, sampled: tuple | None = None):
         self.head = Acceptance(rows, limit)
         self.lookups = {size: Acceptance(rows, limit) for size in SUFFIX_SIZES}
-        half = (limit + 1) // 2
-        self.opening = [0, half] if sampled is None else [0, half, 0, half]
-        self._second_look = limit if sampled is None else 0
+        half = (limit + 1) // 2 if rows == 1 else min(TRIAL_DRAFTS, limit)
+        self.opening = [half] if sampled is None else [0, half, 0, half]
+        self._second_look = limit if sampled is None and rows == 1 else 0
         self.costs = Costs()
         self._memo, self._key = None, None
         if sampled is not None:
@@ -238,9 +252,11 @@ class AdaptiveLength:
             self._key = tuple(key)
         self.pause, self.plain_run = FIRST_PAUSE, 0
         self.recheck, self.since_plain = FIRST_RECHECK, 0
-        self.spent = self.lost = 0.0  # by the costs believed, in their unit
-        self._opened: list[tuple[Plan, int, float]] = []  # rounds of a sampled call before its costs were fixed
-        self._trial = False
+        self.credit = CREDIT / rows
+        # Rounds and kept tokens by use of the drafter and width, so that costs learned late count for early rounds.
+        self._rounds: dict[tuple[bool, int], list[float]] = {}
+        self._before = 0.0, 0.0  # balance of the rounds with more rows
+        self._trial = self._timing = False
 
     def choose(self, found: list[tuple[int, list[int]]], most: int) -> Plan:
         """The round's plan.
@@ -249,7 +265,7 @@ class AdaptiveLength:
             found: of each row, the size of the matched suffix and its continuation.
             most (int): most drafts that have room.
         """
-        self._trial = False
+        self._trial = self._timing = False
         if most == 0:
             return Plan()
         if self.opening:
@@ -263,11 +279,8 @@ class AdaptiveLength:
         return self._best(found, most, looked_up)
 
     def _fix_costs(self) -> None:
-        """End of a sampled call's opening: what was decided and counted from the clock gives way to fixed ratios."""
+        """End of a sampled call's opening: the clock gives way to fixed ratios."""
         self.costs = Costs(self._memo.setdefault(self._key, self.costs.ratios()))
-        self.spent = self.lost = 0.0
-        for plan, width, kept in self._opened:
-            self._account(plan, width, kept)
 
     def _best(self, found, most: int, looked_up: bool) -> Plan:
         draft, verify = self.costs.curves(most)
@@ -283,10 +296,16 @@ class AdaptiveLength:
         rates = by_head if use_head else by_lookup
         rate = max(rates)
         drafts = rates.index(rate)
-        if drafts == 0 or rate < MARGIN * plain:
+        gain, due = rate / plain, self.since_plain >= self.recheck
+        if 0 not in self.costs.points("verify"):
+            if gain < SAFE_GAIN or (due and gain < SURE_GAIN):
+                self._timing = True
+                return Plan()
+        elif gain < MARGIN or drafts == 0:
             return self._rest(head, draft, verify)
-        if self.costs.fixed is None and rate < SAFE_GAIN * plain and self.since_plain >= self.recheck:
+        elif self.costs.fixed is None and gain < SAFE_GAIN and due:
             self.recheck *= 2
+            self._timing = True
             return Plan()
         taken = [
             tokens if size and (not use_head or row[drafts] > own[drafts]) else None
@@ -298,11 +317,12 @@ class AdaptiveLength:
         """A plain step, or a trial of the drafter when one is due, could pay at all, and can be afforded."""
         drafts = min(TRIAL_DRAFTS, len(verify) - 1)
         hopeless = all((n + 1) * verify[0] < draft[n] + verify[n] for n in range(1, len(verify)))
-        kept = sum(row[drafts] for row in head) / len(head)
+        kept = _pace([row[drafts] for row in head])
         cost = draft[drafts] + verify[drafts] - kept * verify[0]
         if self.plain_run < self.pause:
             return Plan()
-        if hopeless or self.lost + cost > LOSS_SHARE * self.spent:
+        spent, lost = self._balance()
+        if hopeless or lost + cost / verify[0] > LOSS_SHARE * spent + self.credit:
             self.plain_run = max(1, self.pause - FIRST_PAUSE)  # ask again in a while
             return Plan()
         self._trial = True
@@ -332,30 +352,40 @@ class AdaptiveLength:
                 self.costs.record("draft", width, seconds[0])
             self.costs.record("verify", width, seconds[1])
         kept = sum(map(len, new)) / len(new)
-        if self._memo is not None and self.costs.fixed is None:
-            self._opened.append((plan, width, kept))
-        self._account(plan, width, kept)
+        of_its_kind = self._rounds.setdefault((plan.use_head, width), [0, 0.0])
+        of_its_kind[0] += 1
+        of_its_kind[1] += kept
         self.since_plain = self.since_plain + 1 if plan.drafts else 0
         if plan.drafts == 0:
-            self.plain_run += 1
+            self.plain_run += not self._timing
         elif plan.use_head:
             self.plain_run = 0
         if plan.drafts and self._second_look:
             # The drafter's first run says little about its cost: one that was right is run again before it is judged.
-            if 2 * sum(accepted) >= sum(drafted):
+            if accepted == drafted:
                 self.opening.append(self._second_look)
             self._second_look = 0
         if self._trial:
-            right = 2 * sum(accepted) >= sum(drafted)
-            self.pause = 1 if right else min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self.pause))
+            paid = kept * self._cost(False, 0) > self._cost(True, width)
+            self.pause = 1 if paid else min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self.pause))
 
-    def _account(self, plan: Plan, width: int, kept: float) -> None:
-        """Time spent, and time lost against plain steps for as many tokens (`kept` a row)."""
+    def _cost(self, use_head: bool, width: int) -> float:
+        """Seconds of a round."""
         draft, verify = self.costs.curves(width)
-        cost = draft[-1] * plan.use_head + verify[-1]
-        self.spent += cost
-        if plan.drafts:
-            self.lost += cost - kept * verify[0]  # below zero: what speculation has won so far, and may risk
+        return draft[-1] * use_head + verify[-1]
+
+    def _balance(self) -> tuple[float, float]:
+        """Time spent, and of it lost against plain steps for as many tokens, in plain steps, by the costs known now.
+
+        Below zero the second is what speculation has won, and may risk.
+        """
+        plain = self._cost(False, 0)
+        spent, lost = self._before
+        for (use_head, width), (count, kept) in self._rounds.items():
+            steps = count * self._cost(use_head, width) / plain
+            spent += steps
+            lost += (steps - kept) * (width > 0)
+        return spent, lost
 
     def _observe_lookups(self, found, new) -> None:
         """The text shows for nothing whether a continuation would have been right, proposed or not."""
@@ -376,5 +406,7 @@ class AdaptiveLength:
         self.head.select(rows)
         for acceptance in self.lookups.values():
             acceptance.select(rows)
+        if self._memo is None:
+            self._before, self._rounds = self._balance(), {}
         self.costs.new_batch_size()
         self.plain_run = 0  # fewer rows may pay where more did not

@@ -63,8 +63,14 @@ def test_wrong_drafts_cost_little():
 def test_right_drafts_keep_full_blocks():
     chooser = AdaptiveLength(1, 8)
     per_token, plans = simulate(chooser, 30, lambda n: 0.3 + 0.03 * n, lambda n: 1 + 0.05 * n, lambda i: 1)
-    assert [plan.drafts for plan in plans[4:]].count(8) >= 25
-    assert per_token < 1.07 * (0.3 + 0.24 + 1.4) / 9
+    assert [plan.drafts for plan in plans] == [4] + [8] * 29
+    assert per_token < 1.02 * (0.3 + 0.24 + 1.4) / 9
+
+
+def test_right_drafts_on_a_slow_machine_are_found_out():
+    """Even right drafts lose here, which nobody knows before a plain step was timed: that is done in time."""
+    plans = simulate(AdaptiveLength(1, 8), 100, lambda n: 1.0, lambda n: 1 + 1.2 * n, lambda i: 1)[1]
+    assert plans.index(Plan()) <= 5 and sum(plan.drafts > 0 for plan in plans) <= 6
 
 
 def test_length_fits_acceptance_and_cost():
@@ -75,6 +81,33 @@ def test_length_fits_acceptance_and_cost():
     assert sum(per_token for per_token, _ in runs) / 4 < 1.15 * best < 0.8
     chosen = sorted(plan.drafts for _, plans in runs for plan in plans[50:])
     assert 1 <= chosen[len(chosen) // 2] <= 5
+
+
+def test_a_timed_plain_step_is_one():
+    """Where speculation gains little, a plain step is timed again now and then: one, not a pause of them."""
+    plans = simulate(AdaptiveLength(1, 8), 120, lambda n: 0.1, lambda n: 1 + 0.2 * n, lambda i: 0.6, seed=1)[1]
+    plain = [i for i, plan in enumerate(plans) if plan.drafts == 0]
+    assert 2 <= len(plain) <= 8 and all(b - a > 1 for a, b in zip(plain, plain[1:], strict=False))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.8])
+def test_a_batch_on_a_slow_machine_loses_little(rate):
+    """Sixteen rows, 96 tokens, a machine on which every verified token costs nearly a plain step."""
+    costs = (lambda n: 0.3 + 0.1 * n), (lambda n: 1 + 0.5 * n)
+    runs = [simulate(AdaptiveLength(16, 8), 96, *costs, lambda i: rate, rows=16, seed=seed) for seed in range(4)]
+    assert sum(per_token for per_token, _ in runs) / 4 < 1.04
+
+
+def test_early_losses_are_counted_by_later_costs():
+    """The first block was paid for before a plain step was timed: how much it lost is known once one was."""
+    chooser = AdaptiveLength(1, 8)
+    found = [(0, [])]
+    assert chooser.choose(found, 8).drafts == 4
+    chooser.observe(Plan(4, True), found, [4], [0], [False], [[1]], (1.0, 5.0))
+    assert chooser.choose(found, 8) == Plan()
+    chooser.observe(Plan(), found, [0], [0], [False], [[3]], (0.0, 1.0))
+    spent, lost = chooser._balance()
+    assert (spent, lost) == pytest.approx((7, 5))
 
 
 def test_drafting_resumes_when_it_pays_again():
@@ -328,7 +361,8 @@ def test_statistics_equal_a_count_of_forwards(kind, lengths):
     stats = drafter.last_speculation
     assert shapes[0] == (len(lengths), max(lengths))
     assert stats.num_rounds == len(shapes) - 1
-    assert stats.num_plain_steps == sum(width == 1 for _, width in shapes[1:]) > 0
+    assert stats.num_plain_steps == sum(width == 1 for _, width in shapes[1:])
+    assert stats.num_plain_steps > 0 or kind == "oracle"
     assert sum(map(len, stats.acceptance_lengths)) == sum(rows for rows, _ in shapes[1:])
     assert [sum(row) for row in stats.acceptance_lengths] == [29] * len(lengths)
     assert stats.num_drafted <= sum(rows * (width - 1) for rows, width in shapes[1:])
