@@ -6,11 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, scripted
-from domino_spec import generation_domino, length_domino
-from domino_spec.length_domino import Acceptance, AdaptiveLength, Costs, Plan
-from scipy.stats import chi2_contingency, ks_2samp
-from test_generation import (
+from checks import (
     KINDS,
     LastTokenIs,
     LengthIs,
@@ -23,6 +19,10 @@ from test_generation import (
     eos_at,
     varied_prompt,
 )
+from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, scripted
+from domino_spec import generation_domino, length_domino
+from domino_spec.length_domino import Acceptance, AdaptiveLength, Costs, Plan
+from scipy.stats import chi2_contingency, ks_2samp
 from transformers import StoppingCriteriaList
 
 # Choosing -----------------------------------------------------------------------------------------------------------

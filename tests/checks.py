@@ -1,0 +1,173 @@
+"""What tests of generation share: assisted calls beside plain ones, stops that fall inside a block, streams."""
+
+import torch
+from conftest import (
+    VOCAB,
+    prompt_ids,
+)
+from domino_spec import DraftOutput
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+KINDS = ("oracle", "wrong", "half")
+
+
+def as_inputs(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def both(target, drafter, inputs, max_new_tokens: int = 20, **kwargs):
+    """Plain and assisted output of the same call; keyword arguments that are functions are made afresh for each."""
+
+    def call(**extra):
+        fresh = {key: value() if key in ("stopping_criteria", "streamer") else value for key, value in kwargs.items()}
+        return target.generate(**inputs, max_new_tokens=max_new_tokens, **{"do_sample": False} | fresh, **extra)
+
+    return call(), call(assistant_model=drafter)
+
+
+def assert_equal_text(target, drafter, inputs, max_new_tokens: int = 20, **kwargs) -> torch.Tensor:
+    plain, assisted = both(target, drafter, inputs, max_new_tokens, **kwargs)
+    assert assisted.tolist() == plain.tolist()
+    return plain
+
+
+def eos_at(target, inputs, position: int, rows=(0,), **kwargs) -> int:
+    """The greedy token at new `position` of the first of `rows`, which must not come earlier there."""
+    plain = target.generate(**inputs, max_new_tokens=position + 1, do_sample=False, **kwargs)
+    return plain[rows[0], -1].item()
+
+
+def varied_prompt(target, length: int = 7, distinct: int = 4) -> dict[str, torch.Tensor]:
+    """A prompt whose first `distinct` greedy tokens differ, so that a stop at one of them is not met before it."""
+    for seed in range(100):
+        inputs = as_inputs(prompt_ids(length, seed=seed))
+        new = target.generate(**inputs, max_new_tokens=distinct, do_sample=False)[0, length:].tolist()
+        if len(set(new)) == distinct:
+            return inputs
+    raise AssertionError("no prompt with varied continuation")
+
+
+class Recorder(BaseStreamer):
+    """Everything a streamer was given, flat, and whether it was ended."""
+
+    made: list = []
+
+    def __init__(self):
+        self.tokens, self.ended = [], 0
+        Recorder.made.append(self)
+
+    def put(self, value):
+        self.tokens.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+def assert_same_record(plain, assisted, equal_scores: bool = True):
+    assert assisted.sequences.tolist() == plain.sequences.tolist()
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(assisted, name), getattr(plain, name)
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+RECORD = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+class LastTokenIs(StoppingCriteria):
+    """Reads the last token only: anything seen late is missed."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == self.token
+
+
+class LengthIs(StoppingCriteria):
+    """Fires at one exact length and at no other."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] == self.length)
+
+
+class Calls(StoppingCriteria):
+    """Counts how often it was asked."""
+
+    def __init__(self, most):
+        self.most, self.calls = most, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        return torch.full((input_ids.shape[0],), self.calls >= self.most)
+
+
+class ScoresAre(StoppingCriteria):
+    """Reads as many scores as tokens were generated."""
+
+    def __init__(self, start, most):
+        self.start, self.most = start, most
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert len(scores) == input_ids.shape[1] - self.start
+        return torch.full((input_ids.shape[0],), len(scores) >= self.most)
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """One visible character per id."""
+    vocabulary = {chr(48 + i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(48)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=chr(48 + 62))
+
+
+def biased(drafter, target, bias_scale: float = 0.3):
+    """Draft from the target's law under a fixed bias: often accepted, often rejected, and always another law."""
+    bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(11)) * bias_scale
+    known = {}
+
+    def law(row):
+        if row not in known:
+            with torch.no_grad():
+                known[row] = target(torch.tensor([row])).logits[0, -1] + bias
+        return known[row]
+
+    def draft(target, anchor_ids, context, cache, *, input_ids, max_drafts, logits_processor=None, do_sample=False):
+        assert do_sample
+        rows, tokens, laws = list(input_ids), [], []
+        for _ in range(max_drafts):
+            logits = torch.stack([law(tuple(row.tolist())) for row in rows])
+            if logits_processor is not None:
+                logits = logits_processor(rows, logits)
+            token = torch.multinomial(logits.softmax(-1), 1)
+            rows = [torch.cat([row, token[i]]) for i, row in enumerate(rows)]
+            tokens.append(token)
+            laws.append(logits)
+        if not tokens:
+            return DraftOutput(anchor_ids[:, :0], target.lm_head.weight.new_zeros(len(rows), 0, VOCAB))
+        return DraftOutput(torch.cat(tokens, 1), torch.stack(laws, 1))
+
+    drafter.draft = draft
+    return drafter
+
+
+def count_hooks(model) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+class RowLimits(StoppingCriteria):
+    """Another length limit for every row of the batch."""
+
+    def __init__(self, limits):
+        self.limits = torch.tensor(limits)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.limits
