@@ -15,6 +15,9 @@ from .losses_domino import DraftLoss, chunked_sum
 from .modeling_domino import DominoForSpeculation
 
 BLOCK_ATTENTION = ("auto", "dense", "flex")
+# A CPU's matrix library compiles a kernel for every new number of rows or ids, so these come in few sizes: ids in
+# multiples of this, rows in quarters of a chunk.
+ID_STEP = 256
 
 
 @dataclass
@@ -190,7 +193,10 @@ class DominoObjective(nn.Module):
         certain[self.frequent_ids] = True
         certain[labels.cpu()] = True
         others = (~certain).nonzero()[:, 0]
-        chosen = (min(self.num_negatives, len(others)),)
+        wanted = self.num_negatives
+        if wanted >= ID_STEP:
+            wanted += -(len(certain) - len(others) + wanted) % ID_STEP
+        chosen = (min(wanted, len(others)),)
         negatives = others[torch.randint(max(len(others), 1), chosen, generator=torch.Generator().manual_seed(seed))]
         ids = torch.cat([certain.nonzero()[:, 0], negatives])
         log_weights = torch.zeros(len(ids))
@@ -344,7 +350,8 @@ class _Blocks:
             return base
         late = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)[valid]
         rows = (late >= objective.config.pure_draft_prefix_len).nonzero()[:, 0]
-        correction = objective.corrections(z[valid][rows], encoded[valid][rows], self.ids, self.up_rows)
+        inputs = self._padded(z[valid][rows]), self._padded(encoded[valid][rows])
+        correction = objective.corrections(*inputs, self.ids, self.up_rows)[: len(rows)]
         final_logits = base_logits.index_copy(0, rows, add_correction(base_logits[rows], correction))
         final = self._weigh("final", final_logits, labels, valid, teacher)
         return self.lam * base + (1 - self.lam) * final
@@ -357,9 +364,15 @@ class _Blocks:
         row, place = (source[part][valid] for source in self.sources)
         return self._logits(self.final[row, place]).log_softmax(-1)
 
+    def _padded(self, states: torch.Tensor) -> torch.Tensor:
+        """`[N, H]` with rows of zeros behind, so that N takes few values."""
+        step = max(1, self.objective.logits_chunk_size // 4)
+        return F.pad(states, (0, 0, 0, -len(states) % step))
+
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[N, ids]` of states `[N, H]`, raised by what each id stands for."""
-        logits = target_logits(self.objective.target, states, self.ids, self.head_rows).float()
+        padded = self._padded(states)
+        logits = target_logits(self.objective.target, padded, self.ids, self.head_rows)[: len(states)].float()
         return logits if self.log_weights is None else logits + self.log_weights
 
     def _weigh(self, name: str, logits, labels, valid, teacher) -> torch.Tensor:

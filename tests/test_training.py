@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import BLOCK, MASK_ID, VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids
+from domino_spec import objective_domino
 from domino_spec.data_domino import (
     block_attention_mask,
     first_anchors,
@@ -191,6 +192,26 @@ def test_vocabulary_estimate_is_close_on_average():
     assert estimates[3] == objective(**batch, lam=0.5, anchors=anchors, seed=3)["loss"].item()
     assert sum(estimates) / 40 == pytest.approx(full, rel=0.1)
     assert all(abs(estimate - full) > 1e-6 for estimate in estimates)
+
+
+def test_matrices_come_in_few_sizes(monkeypatch):
+    """Whatever the number of labels: a CPU's matrix library compiles a kernel for every new size."""
+    target = make_target(vocab_size=1500)
+    objective = DominoObjective(
+        make_drafter(target), target, frequent_ids=torch.arange(300), num_negatives=256, logits_chunk_size=4 * BLOCK
+    )
+    sizes, called = set(), objective_domino.target_logits
+
+    def watched(target, states, ids, rows):
+        sizes.add((len(states), len(ids)))
+        return called(target, states, ids, rows)
+
+    monkeypatch.setattr(objective_domino, "target_logits", watched)
+    for seed in range(12):
+        batch = batch_of(one_row(target, length=20 + seed))
+        anchors = torch.tensor([[8, 11, 17 + seed]])
+        objective(**batch, lam=0.5, anchors=anchors, seed=seed)
+    assert {rows % BLOCK for rows, _ in sizes} == {0} and {ids % 256 for _, ids in sizes} == {0}
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.5, 0.0])

@@ -55,15 +55,19 @@ def run(name: str, arguments, data: Path, seed: int, options: list[str]) -> dict
 
 
 def plot(curricula: list[dict], sizes: list[dict], variants: list[dict], path: Path) -> None:
-    """Curricula, data sizes, and other losses and layers beside each other; a dot a seed, the bar their mean."""
+    """Curricula, data sizes, other losses and layers, a panel each where run; a dot a seed, a bar their mean."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(16, 4), sharey=True)
     two = [row for row in curricula if row["name"] == "two stages" and row["seed"] == curricula[0]["seed"]]
-    for axis, rows, key in ((axes[0], curricula, "name"), (axes[1], sizes, "rows"), (axes[2], two + variants, "name")):
+    panels = [("curriculum", curricula, "name")] if len({row["name"] for row in curricula}) > 1 else []
+    panels += [("answers in the training data", sizes, "rows")] if sizes else []
+    panels += [("two stages with another loss, or more layers", two + variants, "name")] if variants else []
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(2 + 4.5 * len(panels), 4), sharey=True, squeeze=False)
+    for axis, (title, rows, key) in zip(axes[0], panels, strict=True):
+        axis.set_title(title)
         labels = list(dict.fromkeys(row[key] for row in rows))
         for i, label in enumerate(labels):
             for shift, kind, colour in ((-0.2, "tau_base", "tab:gray"), (0.2, "tau_final", "tab:blue")):
@@ -71,10 +75,7 @@ def plot(curricula: list[dict], sizes: list[dict], variants: list[dict], path: P
                 axis.bar(i + shift, mean(values) - 1, 0.38, bottom=1, color=colour, alpha=0.6)
                 axis.plot([i + shift] * len(values), values, "k.")
         axis.set_xticks(range(len(labels)), [str(label).replace(" (", "\n(") for label in labels], fontsize=8)
-    axes[0].set_ylabel("held-out tau (gray: base logits, blue: final)")
-    axes[0].set_title("curriculum")
-    axes[1].set_title("answers in the training data")
-    axes[2].set_title("two stages with another loss, or more layers")
+    axes[0, 0].set_ylabel("held-out tau (gray: base logits, blue: final)")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -83,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target_model_name_or_path", required=True)
     parser.add_argument("--data", required=True, type=Path, help="directory for the curricula")
+    parser.add_argument("--curricula", nargs="+", default=list(CURRICULA), choices=CURRICULA, help="which to train")
     parser.add_argument("--sizes", nargs="*", type=Path, default=[], help="directories for the learning curve")
     parser.add_argument("--variants", action="store_true", help="also other losses and more layers, first seed")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
@@ -93,8 +95,8 @@ def main() -> None:
     os.makedirs(arguments.output_dir, exist_ok=True)
     curricula, sizes, variants = [], [], []
     for seed in arguments.seeds:
-        for name, options in CURRICULA.items():
-            curricula.append(run(name, arguments, arguments.data, seed, options))
+        for name in arguments.curricula:
+            curricula.append(run(name, arguments, arguments.data, seed, CURRICULA[name]))
         if seed == arguments.seeds[0]:
             for data in arguments.sizes:
                 rows = sum(1 for _ in open(data / "train.jsonl", encoding="utf-8"))
