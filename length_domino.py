@@ -11,7 +11,7 @@ it: what is decided before a token is drawn looks at the text so far and never a
 Never slower: a plain step is the default, speculation has to beat it by `MARGIN`. While it does not, the drafter is
 tried again after ever longer pauses, and only while the time lost to it, less what it has won before, stays below
 `LOSS_SHARE` of the total and a credit to begin with. A greedy call opens with a short block; a plain step is timed
-when it may matter, which it does not where all drafts are right.
+when it may matter, which it does not where whole blocks are right and gain threefold.
 
 Sampled calls repeat under a seed, so their decisions must not hang on the clock's noise: they open with a fixed
 sequence of rounds, and from then on use cost ratios that the first such call in this process measured, in coarse
@@ -147,10 +147,12 @@ class Costs:
             return self.fixed[kind]
         known = {n: statistics.median(s) for n, s in self._samples[kind].items()}
         warm = {**self._stale[kind], **{n: s for n, s in known.items() if self._counts[kind, n] > 1}}
-        if len(warm) > (kind == "verify"):
-            # A first measurement may have paid for warming up: the others bound it.
-            slope = DRAFT_SLOPE if kind == "draft" else VERIFY_SLOPE
-            known = {n: warm.get(n, min(s, _interpolated(warm, n, slope))) for n, s in known.items()}
+        for n, seconds in known.items():
+            # A first measurement may have paid for warming up: others bound it, longer ones in any case.
+            bounds = [s for m, s in warm.items() if m >= n]
+            if n not in warm and len(warm) > (kind == "verify"):
+                bounds.append(_interpolated(warm, n, DRAFT_SLOPE if kind == "draft" else VERIFY_SLOPE))
+            known[n] = min([seconds, *bounds])
         return {**warm, **known}
 
     def curves(self, most: int) -> tuple[list[float], list[float]]:
@@ -216,8 +218,6 @@ _RATIOS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 class ConstantLength:
     """`num_assistant_tokens_schedule="constant"`: as many drafts as there may be, every round."""
 
-    costs = None
-
     def choose(self, found, most: int) -> Plan:
         return Plan(most, True)
 
@@ -241,8 +241,11 @@ class AdaptiveLength:
     def __init__(self, rows: int, limit: int, sampled: tuple | None = None):
         self.head = Acceptance(rows, limit)
         self.lookups = {size: Acceptance(rows, limit) for size in SUFFIX_SIZES}
-        half = (limit + 1) // 2 if rows == 1 else min(TRIAL_DRAFTS, limit)
-        self.opening = [half] if sampled is None else [0, half, 0, half]
+        half = (limit + 1) // 2
+        if sampled is None:
+            self.opening = [half if rows == 1 else min(TRIAL_DRAFTS, limit)]
+        else:
+            self.opening = [0, half, 0, half]
         self._second_look = limit if sampled is None and rows == 1 else 0
         self.costs = Costs()
         self._memo, self._key = None, None
@@ -301,7 +304,7 @@ class AdaptiveLength:
             if gain < SAFE_GAIN or (due and gain < SURE_GAIN):
                 self._timing = True
                 return Plan()
-        elif gain < MARGIN or drafts == 0:
+        elif gain < MARGIN:  # no drafts gain 1
             return self._rest(head, draft, verify)
         elif self.costs.fixed is None and gain < SAFE_GAIN and due:
             self.recheck *= 2
@@ -351,7 +354,7 @@ class AdaptiveLength:
             if plan.use_head and width:
                 self.costs.record("draft", width, seconds[0])
             self.costs.record("verify", width, seconds[1])
-        kept = sum(map(len, new)) / len(new)
+        kept = sum(map(len, new)) / len(new) * self._pace_share(width)
         of_its_kind = self._rounds.setdefault((plan.use_head, width), [0, 0.0])
         of_its_kind[0] += 1
         of_its_kind[1] += kept
@@ -368,6 +371,11 @@ class AdaptiveLength:
         if self._trial:
             paid = kept * self._cost(False, 0) > self._cost(True, width)
             self.pause = 1 if paid else min(LONGEST_PAUSE, max(FIRST_PAUSE, 2 * self.pause))
+
+    def _pace_share(self, width: int) -> float:
+        """What the slowest rows keep of so many drafts, in units of what a row keeps on average."""
+        kept = [row[width] for row in self.head.expected()]
+        return _pace(kept) * len(kept) / sum(kept)
 
     def _cost(self, use_head: bool, width: int) -> float:
         """Seconds of a round."""
@@ -409,4 +417,4 @@ class AdaptiveLength:
         if self._memo is None:
             self._before, self._rounds = self._balance(), {}
         self.costs.new_batch_size()
-        self.plain_run = 0  # fewer rows may pay where more did not
+        self.pause, self.plain_run = FIRST_PAUSE, 0  # fewer rows may pay where more did not

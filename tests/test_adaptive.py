@@ -11,6 +11,7 @@ from checks import (
     LastTokenIs,
     LengthIs,
     Recorder,
+    RowLimits,
     as_inputs,
     assert_equal_text,
     assert_same_record,
@@ -96,6 +97,34 @@ def test_a_batch_on_a_slow_machine_loses_little(rate):
     costs = (lambda n: 0.3 + 0.1 * n), (lambda n: 1 + 0.5 * n)
     runs = [simulate(AdaptiveLength(16, 8), 96, *costs, lambda i: rate, rows=16, seed=seed) for seed in range(4)]
     assert sum(per_token for per_token, _ in runs) / 4 < 1.04
+
+
+def test_a_cold_first_block_hides_nothing():
+    """The first forward of each length pays for warming up, ten times over; the drafter is right, then no more."""
+    seen = set()
+
+    def verify(n):
+        cold = n not in seen
+        seen.add(n)
+        return (1 + 0.05 * n) * (10 if cold else 1)
+
+    plans = simulate(AdaptiveLength(1, 8), 200, lambda n: 0.5, verify, lambda i: i < 20)[1]
+    assert Plan() in plans and sum(plan.drafts > 0 for plan in plans[60:]) < 60
+
+
+def test_a_batch_is_not_tried_again_for_its_fast_rows():
+    """Twelve rows whose drafts are right, four whose are wrong, and a round that costs more than those gain."""
+    chooser = AdaptiveLength(16, 8)
+    drafted = []
+    for _ in range(150):
+        found = [(0, [])] * 16
+        plan = chooser.choose(found, 8)
+        accepted = [plan.drafts] * 12 + [0] * 4
+        new = [[0] * (right + 1) for right in accepted]
+        cost = (0.2 * plan.use_head, 1 + 0.2 * plan.drafts)
+        chooser.observe(plan, found, [plan.drafts] * 16, accepted, [False] * 16, new, cost)
+        drafted.append(plan.drafts)
+    assert sum(drafts > 0 for drafts in drafted) < 20
 
 
 def test_early_losses_are_counted_by_later_costs():
@@ -304,7 +333,9 @@ def test_seeded_runs_repeat_under_any_clock(monkeypatch):
     """The first sampled call measures the machine; the same seed gives its text again whatever the clock says."""
     target = make_target()
     drafter = make_drafter(target, schedule="adaptive")
-    inputs = ragged([7, 4])
+    inputs = ragged([7, 4, 5])
+    # Rows end at different times, the first while the machine is still being measured.
+    limits = {"stopping_criteria": StoppingCriteriaList([RowLimits([7 + 3, 7 + 40, 7 + 25])])}
     texts, plans = [], []
     choose = AdaptiveLength.choose
 
@@ -319,10 +350,10 @@ def test_seeded_runs_repeat_under_any_clock(monkeypatch):
         torch.manual_seed(seed)
         plans.append([])
         warm = {"do_sample": True, "temperature": 1.2, "top_k": 0, "max_new_tokens": 40}
-        texts.append(target.generate(**inputs, **warm, assistant_model=drafter).tolist())
+        texts.append(target.generate(**inputs, **warm, **limits, assistant_model=drafter).tolist())
     assert texts[0] == texts[1] == texts[2] != texts[3]
     assert plans[0] == plans[1] == plans[2]
-    assert {drafts for drafts, _ in plans[0]} > {0}
+    assert len({drafts for drafts, _ in plans[0][4:]}) > 1
 
 
 # Counts and traces --------------------------------------------------------------------------------------------------
@@ -362,7 +393,6 @@ def test_statistics_equal_a_count_of_forwards(kind, lengths):
     assert shapes[0] == (len(lengths), max(lengths))
     assert stats.num_rounds == len(shapes) - 1
     assert stats.num_plain_steps == sum(width == 1 for _, width in shapes[1:])
-    assert stats.num_plain_steps > 0 or kind == "oracle"
     assert sum(map(len, stats.acceptance_lengths)) == sum(rows for rows, _ in shapes[1:])
     assert [sum(row) for row in stats.acceptance_lengths] == [29] * len(lengths)
     assert stats.num_drafted <= sum(rows * (width - 1) for rows, width in shapes[1:])
