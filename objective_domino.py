@@ -90,7 +90,7 @@ class DominoObjective(nn.Module):
         loss (DraftLoss): what a draft token costs.
         frequent_ids (int `[F]`, optional): ids always in the softmax; together with the batch's labels and
             `num_negatives` random other ids, weighted for what they stand for, they estimate the whole softmax.
-            None takes all ids.
+            None takes all ids. From `ID_STEP` negatives on, as many more as make the sum a multiple of it.
         logits_chunk_size (int): most draft tokens whose logits exist at one time.
         block_attention (str): "dense" for a boolean mask, "flex" for FlexAttention's block mask, which skips what is
             hidden; "auto" takes flex on CUDA.

@@ -65,7 +65,7 @@ class Recorder(BaseStreamer):
         self.ended += 1
 
 
-def assert_same_record(plain, assisted, equal_scores: bool = True):
+def assert_same_record(plain, assisted):
     assert assisted.sequences.tolist() == plain.sequences.tolist()
     for name in ("scores", "logits"):
         ours, theirs = getattr(assisted, name), getattr(plain, name)

@@ -200,13 +200,19 @@ def test_matrices_come_in_few_sizes(monkeypatch):
     objective = DominoObjective(
         make_drafter(target), target, frequent_ids=torch.arange(300), num_negatives=256, logits_chunk_size=4 * BLOCK
     )
-    sizes, called = set(), objective_domino.target_logits
+    sizes, called, correct = set(), objective_domino.target_logits, objective.corrections
 
     def watched(target, states, ids, rows):
         sizes.add((len(states), len(ids)))
         return called(target, states, ids, rows)
 
+    def corrections(states, encoded, ids, rows=None):
+        sizes.add((len(states), len(ids)))
+        assert len(encoded) == len(states)
+        return correct(states, encoded, ids, rows)
+
     monkeypatch.setattr(objective_domino, "target_logits", watched)
+    objective.corrections = corrections
     for seed in range(12):
         batch = batch_of(one_row(target, length=20 + seed))
         anchors = torch.tensor([[8, 11, 17 + seed]])

@@ -65,6 +65,8 @@ def plot(curricula: list[dict], sizes: list[dict], variants: list[dict], path: P
     panels = [("curriculum", curricula, "name")] if len({row["name"] for row in curricula}) > 1 else []
     panels += [("answers in the training data", sizes, "rows")] if sizes else []
     panels += [("two stages with another loss, or more layers", two + variants, "name")] if variants else []
+    if not panels:
+        return
     figure, axes = pyplot.subplots(1, len(panels), figsize=(2 + 4.5 * len(panels), 4), sharey=True, squeeze=False)
     for axis, (title, rows, key) in zip(axes[0], panels, strict=True):
         axis.set_title(title)

@@ -1,7 +1,7 @@
 """A target that has drifted: SmolLM2 lightly fine-tuned to another style, merged, as an owner of it would have it.
 
 Its own answers are rewritten in lower case with " ~" for full stops and line breaks, and learned by LoRA (TRL's
-SFTTrainer). Prompts that no answer in the file belongs to are left for what comes after: `adapt.jsonl` to answer and
+SFTTrainer). Prompts that no answer in `--answers` belongs to are left for later: `adapt.jsonl` to answer and
 train on, `test.jsonl` to measure tau on.
 """
 
@@ -55,7 +55,12 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, help="what make_prompts.py wrote")
     parser.add_argument("--answers", nargs="+", default=ANSWERS, help="the target's answers to some")
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--dtype", default="bfloat16", help="to compute in; float32 is faster without AMX")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="to compute in; float32 is faster without AMX",
+    )
     parser.add_argument("--tune_rows", type=int, default=160)
     parser.add_argument("--max_answer_tokens", type=int, default=64, help="of an answer to learn")
     parser.add_argument("--adapt_rows", type=int, default=448)
