@@ -42,7 +42,9 @@ def machine() -> dict[str, str]:
     name = processor_name()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        name += ", avx512_bf16" if "avx512_bf16" in cpuinfo.read_text() else ", no avx512_bf16"
+        # What decides how fast bfloat16 is.
+        flags = cpuinfo.read_text().split()
+        name += "".join(f", {'' if flag in flags else 'no '}{flag}" for flag in ("avx512_bf16", "amx_bf16"))
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
     commit = _git("rev-parse", "--short", "HEAD")
