@@ -32,7 +32,7 @@ from .lookup_domino import SUFFIX_SIZES
 # reach further.
 PRIOR, PRIOR_WEIGHT, ROW_WEIGHT, DECAY, DEEPER = 0.7, 3.0, 2.0, 0.98, 0.1
 # Seconds of n drafts in units of the least, where only one length was measured: what n more drafts add.
-DRAFT_SLOPE, VERIFY_SLOPE = 0.1, 0.1
+SLOPE = 0.1
 SAMPLES = 7
 RATIO_STEP = 1.25
 MARGIN = 1.03
@@ -141,6 +141,11 @@ class Costs:
             self._samples = {"draft": {}, "verify": {}}
             self._counts = {}
 
+    @property
+    def plain_timed(self) -> bool:
+        """Whether a plain step's cost is known, and not extrapolated."""
+        return self.fixed is not None or 0 in self._least["verify"]
+
     def points(self, kind: str) -> dict[int, float]:
         """Best known seconds by number of drafts."""
         if self.fixed is not None:
@@ -151,20 +156,20 @@ class Costs:
             # A first measurement may have paid for warming up: others bound it, longer ones in any case.
             bounds = [s for m, s in warm.items() if m >= n]
             if n not in warm and len(warm) > (kind == "verify"):
-                bounds.append(_interpolated(warm, n, DRAFT_SLOPE if kind == "draft" else VERIFY_SLOPE))
+                bounds.append(_interpolated(warm, n, SLOPE))
             known[n] = min([seconds, *bounds])
         return {**warm, **known}
 
     def curves(self, most: int) -> tuple[list[float], list[float]]:
         """Seconds of drafting and of verifying 0 to `most` drafts, `most + 1` each; drafting none costs none."""
         draft, verify = self.points("draft"), self.points("verify")
-        plain = _interpolated(verify, 0, VERIFY_SLOPE)
+        plain = _interpolated(verify, 0, SLOPE)
         if not draft:
             draft = {1: 0.3 * plain}
         elif self.fixed is None and not any(self._counts.get(("draft", n), 2) > 1 for n in draft):
             draft = {n: min(seconds, plain) for n, seconds in draft.items()}  # the drafter's first run was a cold one
-        drafting = [0.0] + [_interpolated(draft, n, DRAFT_SLOPE) for n in range(1, most + 1)]
-        verifying = [_interpolated(verify, n, VERIFY_SLOPE) for n in range(most + 1)]
+        drafting = [0.0] + [_interpolated(draft, n, SLOPE) for n in range(1, most + 1)]
+        verifying = [_interpolated(verify, n, SLOPE) for n in range(most + 1)]
         return drafting, verifying
 
     def ratios(self) -> dict[str, dict[int, float]]:
@@ -172,7 +177,7 @@ class Costs:
 
         From few measurements the least is the one to believe: whatever disturbs a clock makes it read more.
         """
-        unit = _interpolated(self._least["verify"], 0, VERIFY_SLOPE)
+        unit = _interpolated(self._least["verify"], 0, SLOPE)
 
         def coarse(seconds: float) -> float:
             return RATIO_STEP ** round(math.log(max(seconds, 1e-9) / unit, RATIO_STEP))
@@ -300,7 +305,7 @@ class AdaptiveLength:
         rate = max(rates)
         drafts = rates.index(rate)
         gain, due = rate / plain, self.since_plain >= self.recheck
-        if 0 not in self.costs.points("verify"):
+        if not self.costs.plain_timed:
             if gain < SAFE_GAIN or (due and gain < SURE_GAIN):
                 self._timing = True
                 return Plan()
@@ -318,12 +323,12 @@ class AdaptiveLength:
 
     def _rest(self, head, draft, verify) -> Plan:
         """A plain step, or a trial of the drafter when one is due, could pay at all, and can be afforded."""
+        if self.plain_run < self.pause:
+            return Plan()
         drafts = min(TRIAL_DRAFTS, len(verify) - 1)
         hopeless = all((n + 1) * verify[0] < draft[n] + verify[n] for n in range(1, len(verify)))
         kept = _pace([row[drafts] for row in head])
         cost = draft[drafts] + verify[drafts] - kept * verify[0]
-        if self.plain_run < self.pause:
-            return Plan()
         spent, lost = self._balance()
         if hopeless or lost + cost / verify[0] > LOSS_SHARE * spent + self.credit:
             self.plain_run = max(1, self.pause - FIRST_PAUSE)  # ask again in a while

@@ -339,7 +339,8 @@ class _Blocks:
         objective, valid, labels = self.objective, self.valid[part], self.labels[part]
         if not valid.any():
             return None
-        base_logits = self._logits(z[valid])
+        states = z[valid]
+        base_logits = self._logits(states)
         teacher = self._teacher(part, valid)
         base = self._weigh("base", base_logits, labels, valid, teacher)
         self.sums["counts"] += valid.sum(0)
@@ -350,7 +351,7 @@ class _Blocks:
             return base
         late = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)[valid]
         rows = (late >= objective.config.pure_draft_prefix_len).nonzero()[:, 0]
-        inputs = self._padded(z[valid][rows]), self._padded(encoded[valid][rows])
+        inputs = self._padded(states[rows]), self._padded(encoded[valid][rows])
         correction = objective.corrections(*inputs, self.ids, self.up_rows)[: len(rows)]
         final_logits = base_logits.index_copy(0, rows, add_correction(base_logits[rows], correction))
         final = self._weigh("final", final_logits, labels, valid, teacher)

@@ -1,13 +1,9 @@
 """What tests of generation share: assisted calls beside plain ones, stops that fall inside a block, streams."""
 
 import torch
-from conftest import (
-    VOCAB,
-    prompt_ids,
-)
+from conftest import VOCAB, prompt_ids
 from domino_spec import DraftOutput
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria
+from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 KINDS = ("oracle", "wrong", "half")
@@ -75,9 +71,6 @@ def assert_same_record(plain, assisted):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-RECORD = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-
-
 class LastTokenIs(StoppingCriteria):
     """Reads the last token only: anything seen late is missed."""
 
@@ -96,37 +89,6 @@ class LengthIs(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] == self.length)
-
-
-class Calls(StoppingCriteria):
-    """Counts how often it was asked."""
-
-    def __init__(self, most):
-        self.most, self.calls = most, 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls += 1
-        return torch.full((input_ids.shape[0],), self.calls >= self.most)
-
-
-class ScoresAre(StoppingCriteria):
-    """Reads as many scores as tokens were generated."""
-
-    def __init__(self, start, most):
-        self.start, self.most = start, most
-
-    def __call__(self, input_ids, scores, **kwargs):
-        assert len(scores) == input_ids.shape[1] - self.start
-        return torch.full((input_ids.shape[0],), len(scores) >= self.most)
-
-
-def letters_tokenizer() -> PreTrainedTokenizerFast:
-    """One visible character per id."""
-    vocabulary = {chr(48 + i): i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(48)))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=chr(48 + 62))
 
 
 def biased(drafter, target, bias_scale: float = 0.3):
@@ -157,10 +119,6 @@ def biased(drafter, target, bias_scale: float = 0.3):
 
     drafter.draft = draft
     return drafter
-
-
-def count_hooks(model) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 class RowLimits(StoppingCriteria):

@@ -11,7 +11,6 @@ from checks import (
     as_inputs,
     assert_equal_text,
     both,
-    count_hooks,
     eos_at,
     varied_prompt,
 )
@@ -133,6 +132,10 @@ def test_hidden_states_and_attentions(family_name, kind):
         for step, reference in zip(ours, theirs, strict=True):
             for a, b in zip(step, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def count_hooks(model) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def test_hooks_are_removed():

@@ -3,20 +3,17 @@
 import itertools
 
 import pytest
+import torch
 from checks import (
     KINDS,
-    RECORD,
-    Calls,
     LastTokenIs,
     LengthIs,
     Recorder,
-    ScoresAre,
     as_inputs,
     assert_equal_text,
     assert_same_record,
     both,
     eos_at,
-    letters_tokenizer,
     varied_prompt,
 )
 from conftest import (
@@ -30,7 +27,8 @@ from conftest import (
     ragged,
     scripted,
 )
-from transformers import StoppingCriteriaList
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 # Base property ------------------------------------------------------------------------------------------------------
 
@@ -132,6 +130,9 @@ def test_head_off():
 # F1: ends inside a block --------------------------------------------------------------------------------------------
 
 
+RECORD = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("as_list", [False, True])
 def test_eos_inside_a_block(target, kind, as_list):
@@ -183,6 +184,28 @@ def test_records_of_a_batch(target):
 # F5: criteria -------------------------------------------------------------------------------------------------------
 
 
+class Calls(StoppingCriteria):
+    """Counts how often it was asked."""
+
+    def __init__(self, most):
+        self.most, self.calls = most, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        return torch.full((input_ids.shape[0],), self.calls >= self.most)
+
+
+class ScoresAre(StoppingCriteria):
+    """Reads as many scores as tokens were generated."""
+
+    def __init__(self, start, most):
+        self.start, self.most = start, most
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert len(scores) == input_ids.shape[1] - self.start
+        return torch.full((input_ids.shape[0],), len(scores) >= self.most)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", [1, 2, 3])
 def test_custom_criteria_inside_a_block(target, kind, place):
@@ -219,6 +242,15 @@ def test_custom_criterion_in_a_batch(target, kind):
         stopping_criteria=lambda: StoppingCriteriaList([LastTokenIs(token)]),
     )
     assert 62 in plain[0, 7:].tolist()
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """One visible character per id."""
+    vocabulary = {chr(48 + i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=chr(48)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=chr(48 + 62))
 
 
 @pytest.mark.parametrize("kind", KINDS)
