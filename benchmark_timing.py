@@ -24,9 +24,8 @@ from pathlib import Path
 import torch
 import transformers
 from domino_spec.answer_prompts import ended
-from domino_spec.generation_domino import tapped_states
 from domino_spec.report_domino import processor_name
-from domino_spec.targetcache_domino import growing
+from domino_spec.target_domino import growing, tapped_states
 
 WHOLE_BLOCKS = {"num_assistant_tokens_schedule": "constant", "rollout": "sequential", "use_head": True}
 # Tapped states that a draft takes in while it is timed: about what a round commits.

@@ -9,7 +9,7 @@ The loop works on rows that may differ in length. Each round:
     roll     caches keep committed positions only
 
 Which rows draft how many tokens, and from where, is the adaptive length's choice (`length_domino`); how the target's
-cache keeps rows of different lengths without copying them is told in `targetcache_domino`.
+cache keeps rows of different lengths without copying them is told in `target_domino`.
 
 Takes draft and target as arguments and imports neither modeling nor training code.
 """
@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import functools
 import time
-from contextlib import contextmanager
 
 import torch
-from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -37,92 +35,13 @@ from .speculation_domino import (
     accept_sampled,
     sample_from_logits,
 )
-from .targetcache_domino import compact, growing, settle
+from .target_domino import TappedStates, cache_key, compact, growing, position_limit, settle, tapped_states
 
 # Columns of tapped states that plain steps may pile up before the drafter takes them in.
 MOST_BACKLOG = 128
 
 # Inputs that give positions another meaning than the count of tokens.
 MULTIMODAL_INPUTS = ("pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values")
-
-# Target side ----------------------------------------------------------------------------------------------------
-
-
-def decoder_layers(target) -> nn.ModuleList:
-    """The target's decoder layers, whatever its family calls them."""
-    count = target.config.get_text_config(decoder=True).num_hidden_layers
-    # The decoder first: a vision tower may have as many layers.
-    for module in target.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(
-        f"no list of {count} decoder layers in {type(target).__name__}; Domino taps decoder layers, "
-        "so the target must be a decoder-only transformer."
-    )
-
-
-def position_limit(target) -> int | None:
-    """How many positions the target knows, where its config says so."""
-    return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
-class TappedStates:
-    """Outputs of the tapped layers, collected by forward hooks; version-proof, and nothing else is kept."""
-
-    def __init__(self, layer_ids: list[int]):
-        self.layer_ids = layer_ids
-        self._captured: dict[int, list[torch.Tensor]] = {i: [] for i in layer_ids}
-
-    def hook(self, layer_id: int):
-        """Forward hook of one layer."""
-
-        def keep(module, arguments, output):
-            self._captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
-
-        return keep
-
-    def clear(self) -> None:
-        """Forget what forwards outside the loop left here."""
-        for captured in self._captured.values():
-            captured.clear()
-
-    def take(self) -> torch.Tensor:
-        """Everything since the last call, `[batch, positions, taps * H]`; several forwards are joined."""
-        for i, captured in self._captured.items():
-            if not captured or captured[0].dim() != 3:
-                shape = tuple(captured[0].shape) if captured else "nothing"
-                raise ValueError(
-                    f"target layer {i} put out {shape}; Domino taps layers that put out [batch, positions, hidden]."
-                )
-        parts = (self._captured[i] for i in self.layer_ids)
-        states = [part[0] if len(part) == 1 else torch.cat(part, dim=1) for part in parts]
-        self.clear()
-        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
-
-
-@contextmanager
-def tapped_states(target, layer_ids: list[int]):
-    """Hooks on the tapped layers for as long as the context lasts, removed also on an exception.
-
-    Yields:
-        TappedStates: its `take()` gives what the forwards since the last call produced.
-    """
-    layers = decoder_layers(target)
-    if max(layer_ids) >= len(layers) or min(layer_ids) < 0 or len(set(layer_ids)) != len(layer_ids):
-        raise ValueError(f"target_layer_ids is {layer_ids}; expected distinct layers from 0 to {len(layers) - 1}.")
-    taps = TappedStates(layer_ids)
-    handles = [layers[i].register_forward_hook(taps.hook(i)) for i in layer_ids]
-    try:
-        yield taps
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def cache_key(target, model_kwargs: dict) -> str:
-    """Name under which this version of the library passes the cache to `forward`."""
-    return "cache" if "cache" in model_kwargs else "past_key_values"
-
 
 # The loop -------------------------------------------------------------------------------------------------------
 

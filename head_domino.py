@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from .kernels_domino import argmax, draw, linear, topk
 from .speculation_domino import DraftOutput, process_logits, reads_values_only
+from .target_domino import target_logits
 
 # Far enough below any logit that softmax gives exactly zero.
 OUT_OF_POOL = 1e4
@@ -252,42 +252,3 @@ def add_correction(logits: torch.Tensor, correction: torch.Tensor) -> torch.Tens
     extra = logits.shape[-1] - correction.shape[-1]
     correction = correction.to(device=logits.device, dtype=logits.dtype)
     return logits + (F.pad(correction, (0, extra)) if extra else correction)
-
-
-def _is_bare(layer: nn.Module) -> bool:
-    """Whether calling the layer does nothing but multiply by its weight: no bias, adapter, hook or offloading."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return type(layer) is nn.Linear and layer.bias is None and not hooks
-
-
-def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, device) -> torch.Tensor:
-    """Target embeddings `[..., H]` of ids, in the drafter's dtype."""
-    table = target.get_input_embeddings()
-    return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
-
-
-def target_logits(
-    target: PreTrainedModel,
-    states: torch.Tensor,
-    ids: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The target's LM head on states `[..., H]` -> `[..., V_target]`, scaled as the target does.
-
-    With `ids` only their columns; `rows` are the head's weights of these ids, where the caller has them at hand.
-    """
-    head = target.get_output_embeddings()
-    states = states.to(dtype=head.weight.dtype, device=head.weight.device)
-    if ids is None:
-        logits = linear(states, head.weight) if _is_bare(head) else head(states)
-    else:
-        bias = getattr(head, "bias", None)
-        logits = linear(states, head.weight[ids] if rows is None else rows, None if bias is None else bias[ids])
-    text = target.config.get_text_config(decoder=True)
-    if divisor := getattr(text, "logits_scaling", None):
-        logits = logits / divisor
-    if factor := getattr(text, "logit_scale", None):
-        logits = logits * factor
-    if cap := getattr(text, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
-    return logits

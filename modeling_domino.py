@@ -30,13 +30,13 @@ from .generation_domino import install_dispatch, speculative_decode
 from .head_domino import (
     add_correction,
     base_logits_of,
-    embed_tokens,
     gru_weights,
     parallel_rollout,
     sequential_rollout,
 )
 from .kernels_domino import FewRowsLinear
 from .speculation_domino import DominoGenerationConfig, DraftOutput, SpeculationStats, with_lookup
+from .target_domino import embed_tokens
 
 
 class DominoAttention(nn.Module):

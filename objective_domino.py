@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from .data_domino import block_attention_mask, first_anchors, flex_block_mask
-from .generation_domino import decoder_layers, tapped_states
-from .head_domino import add_correction, embed_tokens, linear_at, target_logits
+from .head_domino import add_correction, linear_at
 from .losses_domino import DraftLoss, chunked_sum
 from .modeling_domino import DominoForSpeculation
+from .target_domino import decoder_layers, embed_tokens, tapped_states, target_logits
 
 BLOCK_ATTENTION = ("auto", "dense", "flex")
 # A CPU's matrix library compiles a kernel for every new number of rows or ids, so these come in few sizes: ids in

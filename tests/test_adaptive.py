@@ -21,7 +21,7 @@ from checks import (
     varied_prompt,
 )
 from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, scripted
-from domino_spec import generation_domino, length_domino
+from domino_spec import generation_domino, length_domino, target_domino
 from domino_spec.length_domino import Acceptance, AdaptiveLength, Costs, Plan
 from scipy.stats import chi2_contingency, ks_2samp
 from transformers import StoppingCriteriaList
@@ -261,7 +261,7 @@ def test_late_drafts_equal_early_ones(monkeypatch):
     text = target.generate(ids, max_new_tokens=190, do_sample=False, assistant_model=drafter)
     assert len(proposals) > 5 and max(backlogs) <= generation_domino.MOST_BACKLOG + BLOCK + 1
     del drafter._draft_block, drafter.draft
-    with generation_domino.tapped_states(target, drafter.config.target_layer_ids) as taps, torch.no_grad():
+    with target_domino.tapped_states(target, drafter.config.target_layer_ids) as taps, torch.no_grad():
         target(text)
         states = taps.take()
         for row, drafts in proposals:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import VOCAB, control, make_drafter, make_target, prompt_ids, ragged, scripted
-from domino_spec.targetcache_domino import GrowingLayer, SpareRoom, compact, growing, settle, slack
+from domino_spec.target_domino import GrowingLayer, SpareRoom, compact, growing, settle, slack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache

@@ -26,7 +26,7 @@ from conftest import (
     scripted,
 )
 from domino_spec import DominoGenerationConfig, DraftOutput, install_dispatch, remove_dispatch
-from domino_spec.generation_domino import decoder_layers
+from domino_spec.target_domino import decoder_layers
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 # F26: unusual calls -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ CODE_FILES = (
     "lookup_domino.py",
     "length_domino.py",
     "rows_domino.py",
-    "targetcache_domino.py",
+    "target_domino.py",
     "draftcache_domino.py",
     "kernels_domino.py",
     "head_domino.py",

@@ -12,7 +12,6 @@ from domino_spec.data_domino import (
     frequent_ids,
     sample_anchors,
 )
-from domino_spec.head_domino import target_logits
 from domino_spec.losses_domino import DraftLoss
 from domino_spec.objective_domino import (
     DominoObjective,
@@ -23,6 +22,7 @@ from domino_spec.objective_domino import (
     simulated_tau,
     target_states,
 )
+from domino_spec.target_domino import target_logits
 
 # Anchors and blocks -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""The target's cache as the loop needs it: appending copies nothing, and rows may keep different numbers of tokens.
+"""All that the loop and the training ask of a target: layers, taps, embedding, LM head, its cache.
+
+The cache is kept as the loop needs it: appending copies nothing, and rows may keep different numbers of tokens.
 
 The library's layer joins old and new keys by `torch.cat`, which copies the whole context for every token. Here each
 layer writes into spare room behind its keys, and `keys` and `values` are views of what is in use.
@@ -19,11 +21,137 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import torch
-from transformers import DynamicCache
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .kernels_domino import linear
 
 SLACK_SHARE = 16
 LEAST_SLACK = 8
+
+# Layers and taps ------------------------------------------------------------------------------------------------
+
+
+def decoder_layers(target) -> nn.ModuleList:
+    """The target's decoder layers, whatever its family calls them."""
+    count = target.config.get_text_config(decoder=True).num_hidden_layers
+    # The decoder first: a vision tower may have as many layers.
+    for module in target.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"no list of {count} decoder layers in {type(target).__name__}; Domino taps decoder layers, "
+        "so the target must be a decoder-only transformer."
+    )
+
+
+def position_limit(target) -> int | None:
+    """How many positions the target knows, where its config says so."""
+    return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+class TappedStates:
+    """Outputs of the tapped layers, collected by forward hooks; version-proof, and nothing else is kept."""
+
+    def __init__(self, layer_ids: list[int]):
+        self.layer_ids = layer_ids
+        self._captured: dict[int, list[torch.Tensor]] = {i: [] for i in layer_ids}
+
+    def hook(self, layer_id: int):
+        """Forward hook of one layer."""
+
+        def keep(module, arguments, output):
+            self._captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
+
+        return keep
+
+    def clear(self) -> None:
+        """Forget what forwards outside the loop left here."""
+        for captured in self._captured.values():
+            captured.clear()
+
+    def take(self) -> torch.Tensor:
+        """Everything since the last call, `[batch, positions, taps * H]`; several forwards are joined."""
+        for i, captured in self._captured.items():
+            if not captured or captured[0].dim() != 3:
+                shape = tuple(captured[0].shape) if captured else "nothing"
+                raise ValueError(
+                    f"target layer {i} put out {shape}; Domino taps layers that put out [batch, positions, hidden]."
+                )
+        parts = (self._captured[i] for i in self.layer_ids)
+        states = [part[0] if len(part) == 1 else torch.cat(part, dim=1) for part in parts]
+        self.clear()
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+@contextmanager
+def tapped_states(target, layer_ids: list[int]):
+    """Hooks on the tapped layers for as long as the context lasts, removed also on an exception.
+
+    Yields:
+        TappedStates: its `take()` gives what the forwards since the last call produced.
+    """
+    layers = decoder_layers(target)
+    if max(layer_ids) >= len(layers) or min(layer_ids) < 0 or len(set(layer_ids)) != len(layer_ids):
+        raise ValueError(f"target_layer_ids is {layer_ids}; expected distinct layers from 0 to {len(layers) - 1}.")
+    taps = TappedStates(layer_ids)
+    handles = [layers[i].register_forward_hook(taps.hook(i)) for i in layer_ids]
+    try:
+        yield taps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def cache_key(target, model_kwargs: dict) -> str:
+    """Name under which this version of the library passes the cache to `forward`."""
+    return "cache" if "cache" in model_kwargs else "past_key_values"
+
+
+# Embedding and LM head ------------------------------------------------------------------------------------------
+
+
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether calling the layer does nothing but multiply by its weight: no bias, adapter, hook or offloading."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) is nn.Linear and layer.bias is None and not hooks
+
+
+def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, device) -> torch.Tensor:
+    """Target embeddings `[..., H]` of ids, in the drafter's dtype."""
+    table = target.get_input_embeddings()
+    return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
+
+
+def target_logits(
+    target: PreTrainedModel,
+    states: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The target's LM head on states `[..., H]` -> `[..., V_target]`, scaled as the target does.
+
+    With `ids` only their columns; `rows` are the head's weights of these ids, where the caller has them at hand.
+    """
+    head = target.get_output_embeddings()
+    states = states.to(dtype=head.weight.dtype, device=head.weight.device)
+    if ids is None:
+        logits = linear(states, head.weight) if _is_bare(head) else head(states)
+    else:
+        bias = getattr(head, "bias", None)
+        logits = linear(states, head.weight[ids] if rows is None else rows, None if bias is None else bias[ids])
+    text = target.config.get_text_config(decoder=True)
+    if divisor := getattr(text, "logits_scaling", None):
+        logits = logits / divisor
+    if factor := getattr(text, "logit_scale", None):
+        logits = logits * factor
+    if cap := getattr(text, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+# Cache ----------------------------------------------------------------------------------------------------------
 
 
 def slack(length: int) -> int:
