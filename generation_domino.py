@@ -26,10 +26,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .length_domino import AdaptiveLength, ConstantLength, Plan
 from .lookup_domino import NgramIndex
+from .processors_domino import RowProcessors
 from .rows_domino import Extras, Rows
 from .speculation_domino import (
     DraftOutput,
-    RowProcessors,
     SpeculationStats,
     accept_greedy,
     accept_sampled,

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from .kernels_domino import argmax, draw, linear, topk
-from .speculation_domino import DraftOutput, process_logits, reads_values_only
+from .processors_domino import process_logits, reads_values_only
+from .speculation_domino import DraftOutput
 from .target_domino import target_logits
 
 # Far enough below any logit that softmax gives exactly zero.

@@ -14,6 +14,7 @@ REPOSITORY = Path(modeling_domino.__file__).parent
 CODE_FILES = (
     "configuration_domino.py",
     "speculation_domino.py",
+    "processors_domino.py",
     "lookup_domino.py",
     "length_domino.py",
     "rows_domino.py",
