@@ -24,8 +24,7 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .length_domino import AdaptiveLength, ConstantLength, Plan
-from .lookup_domino import NgramIndex
+from .length_domino import AdaptiveLength, ConstantLength, NgramIndex, Plan
 from .processors_domino import RowProcessors
 from .rows_domino import Extras, Rows
 from .speculation_domino import (

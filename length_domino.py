@@ -25,8 +25,8 @@ import statistics
 import weakref
 from dataclasses import dataclass, field
 
-from .lookup_domino import SUFFIX_SIZES
-
+# Matched suffixes, longest first: three tokens are seldom wrong, two are found more often.
+SUFFIX_SIZES = (3, 2)
 # Acceptance: believed of the first slot; what a belief weighs in observations, of a slot and of one row of several;
 # memory of about fifty rounds. A draft that is reached is likelier to be right than the one before it: easy stretches
 # reach further.
@@ -46,6 +46,40 @@ FIRST_PAUSE, LONGEST_PAUSE, TRIAL_DRAFTS = 4, 256, 2
 # Below this gain over plain steps a plain step is timed again now and then, in ever longer intervals. As long as none
 # was, its time is extrapolated, which on CPUs seen here was wrong by less than the second.
 SAFE_GAIN, SURE_GAIN, FIRST_RECHECK = 1.5, 3.0, 4
+
+
+class NgramIndex:
+    """Where each n-gram of one row was last followed by something; grows by what is committed, never rescans.
+
+    Args:
+        text (list[int]): the prompt, without padding.
+    """
+
+    def __init__(self, text: list[int]):
+        self.text: list[int] = []
+        self._followed_at: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in SUFFIX_SIZES}
+        self.extend(text)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Take in committed tokens."""
+        for token in tokens:
+            end = len(self.text)
+            for size, places in self._followed_at.items():
+                if end >= size:
+                    places[tuple(self.text[end - size :])] = end
+            self.text.append(token)
+
+    def continuation(self, most: int) -> tuple[int, list[int]]:
+        """What followed the longest suffix that occurred before: its size, 0 without any, and `most` tokens.
+
+        A continuation that reaches the end of the text goes on with its own beginning, so a loop is proposed whole.
+        """
+        for size in SUFFIX_SIZES:
+            place = self._followed_at[size].get(tuple(self.text[-size:])) if len(self.text) >= size else None
+            if place is not None:
+                period = len(self.text) - place
+                return size, [self.text[place + i % period] for i in range(most)]
+        return 0, []
 
 
 @dataclass

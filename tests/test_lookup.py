@@ -3,7 +3,7 @@
 import torch
 from conftest import make_drafter, make_target, prompt_ids
 from domino_spec import DraftOutput, generation_domino
-from domino_spec.lookup_domino import NgramIndex
+from domino_spec.length_domino import NgramIndex
 from domino_spec.speculation_domino import accept_sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st

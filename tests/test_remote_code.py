@@ -15,7 +15,6 @@ CODE_FILES = (
     "configuration_domino.py",
     "speculation_domino.py",
     "processors_domino.py",
-    "lookup_domino.py",
     "length_domino.py",
     "rows_domino.py",
     "target_domino.py",
