@@ -1,9 +1,9 @@
 """Domino: speculative decoding with a parallel drafter and a causal correction head."""
 
-from .configuration_domino import DominoConfig
+from .configuration_domino import DominoConfig, DominoGenerationConfig
 from .generation_domino import install_dispatch, remove_dispatch
 from .modeling_domino import DominoCache, DominoForSpeculation
-from .speculation_domino import DominoGenerationConfig, DraftOutput, SpeculationStats
+from .speculation_domino import DraftOutput, SpeculationStats
 
 __all__ = [
     "DominoCache",

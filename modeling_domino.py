@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .configuration_domino import DominoConfig, public_name
+from .configuration_domino import DominoConfig, DominoGenerationConfig, public_name
 from .draftcache_domino import DominoCache
 from .generation_domino import install_dispatch, speculative_decode
 from .head_domino import (
@@ -35,7 +35,7 @@ from .head_domino import (
     sequential_rollout,
 )
 from .kernels_domino import FewRowsLinear
-from .speculation_domino import DominoGenerationConfig, DraftOutput, SpeculationStats, with_lookup
+from .speculation_domino import DraftOutput, SpeculationStats, with_lookup
 from .target_domino import embed_tokens
 
 

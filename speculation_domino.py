@@ -1,4 +1,4 @@
-"""What a round of speculation is made of: drafting knobs, proposals and their laws, acceptance, statistics.
+"""What a round of speculation is made of: proposals and their laws, acceptance, statistics.
 
 Imports neither modeling nor training code.
 """
@@ -7,93 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from .kernels_domino import argmax, draw
-
-KNOBS: dict[str, Any] = {
-    "num_assistant_tokens": None,
-    "num_assistant_tokens_schedule": "adaptive",
-    "assistant_confidence_threshold": 0.0,
-    "rollout": "sequential",
-    "refinement_steps": None,
-    "candidate_pool_size": 64,
-    "draft_token_ids": None,
-    "lookup": True,
-    "use_head": True,
-    "synchronize_timers": False,
-}
-ROLLOUTS = ("sequential", "parallel")
-SCHEDULES = ("adaptive", "constant")
-
-
-class DominoGenerationConfig(GenerationConfig):
-    """Drafting knobs, loaded and saved as the drafter's `generation_config.json`.
-
-    Args:
-        num_assistant_tokens (int, optional): most drafts a round; None drafts whole blocks.
-        num_assistant_tokens_schedule (str): `"adaptive"` drafts as many tokens as pay, none where none do;
-            `"constant"` always drafts as many as it may.
-        assistant_confidence_threshold (float, 0 to 1): a row's drafts end with the one at which the product of their
-            probabilities falls below it; 0 never ends them.
-        rollout (str): `"sequential"` corrects token after token (exact); `"parallel"` corrects the whole block from
-            its current guess, repeatedly (greedy without processors only; sampling always goes token by token, since
-            each token must be drawn from exactly the law reported for it).
-        refinement_steps (int, optional): most passes of the parallel rollout; None passes until nothing changes.
-        candidate_pool_size (int): correct only so many best base ids of a slot; 0 corrects all.
-        draft_token_ids (list[int], optional): the drafter proposes these ids only, so that the LM head runs on as many
-            rows; frequent ids serve best. None: all. The text may hold any id whatever this says.
-        lookup (bool): where the last tokens occurred before, their continuation may be proposed instead of the
-            drafter's tokens; the adaptive schedule says when.
-        use_head (bool): False drafts with the backbone alone.
-        synchronize_timers (bool): wait for the device before every reading of the clock.
-
-    Raises:
-        ValueError: a knob out of range.
-    """
-
-    def __init__(self, **kwargs):
-        knobs = {name: kwargs.pop(name, default) for name, default in KNOBS.items()}
-        unknown = sorted(set(kwargs) - set(vars(GenerationConfig())) - {"_from_model_config"})
-        if unknown:
-            raise ValueError(f"unknown drafting knobs {unknown}; expected {sorted(KNOBS)} or generate's own options.")
-        super().__init__(**kwargs)
-        for name, value in knobs.items():
-            setattr(self, name, value)
-        self.check()
-
-    def check(self) -> None:
-        """Raise one sentence for the first knob that cannot work."""
-        if self.rollout not in ROLLOUTS:
-            raise ValueError(f"rollout is {self.rollout!r}; expected one of {ROLLOUTS}.")
-        if self.num_assistant_tokens_schedule not in SCHEDULES:
-            raise ValueError(
-                f"num_assistant_tokens_schedule is {self.num_assistant_tokens_schedule!r}; "
-                f"expected one of {SCHEDULES}."
-            )
-        for name, least in (("num_assistant_tokens", 1), ("refinement_steps", 1), ("candidate_pool_size", 0)):
-            value = getattr(self, name)
-            if value is None and name != "candidate_pool_size":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}.")
-        ids = self.draft_token_ids
-        if ids is not None:
-            integers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
-            if not integers or len(set(ids)) != len(ids):
-                raise ValueError("draft_token_ids is not a list of distinct token ids; expected one, or None for all.")
-        for name in ("lookup", "use_head", "synchronize_timers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False.")
-        cut = self.assistant_confidence_threshold or 0
-        if not isinstance(cut, (int, float)) or not 0 <= cut <= 1:
-            raise ValueError(
-                f"assistant_confidence_threshold is {self.assistant_confidence_threshold!r}; expected 0 to 1."
-            )
 
 
 class DraftOutput:

@@ -19,10 +19,10 @@ from domino_spec.adapter_domino import (
     save_adapter,
     trained_tensors,
 )
+from domino_spec.configuration_domino import DominoGenerationConfig
 from domino_spec.data_domino import BlockCollator
 from domino_spec.head_domino import gru_weights
 from domino_spec.objective_domino import DominoObjective, FeatureScale, simulated_tau, target_states
-from domino_spec.speculation_domino import DominoGenerationConfig
 from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
 from peft import PeftModel
 from test_remote_code import run_elsewhere
