@@ -26,7 +26,8 @@ KNOBS: dict[str, Any] = {
     "rollout": "sequential",
     "refinement_steps": None,
     "candidate_pool_size": 64,
-    "draft_token_ids": None,
+    "confidence_bias": -0.5,
+    "confidence_slope": 0.6,
     "lookup": True,
     "use_head": True,
     "synchronize_timers": False,
@@ -295,14 +296,13 @@ class DominoGenerationConfig(GenerationConfig):
         num_assistant_tokens_schedule (str): `"adaptive"` drafts as many tokens as pay, none where none do;
             `"constant"` always drafts as many as it may.
         assistant_confidence_threshold (float, 0 to 1): a row's drafts end with the one at which the product of their
-            probabilities falls below it; 0 never ends them.
-        rollout (str): `"sequential"` corrects token after token (exact); `"parallel"` corrects the whole block from
-            its current guess, repeatedly (greedy without processors only; sampling always goes token by token, since
-            each token must be drawn from exactly the law reported for it).
+            confidences falls below it; 0 never ends them.
+        confidence_bias, confidence_slope (float): a draft's confidence is `sigmoid(bias + slope * margin)`, where margin
+            is the distance of its two best corrected logits; fitted on held-out answers.
+        rollout (str): `"sequential"` corrects token after token; `"parallel"` corrects the whole block from its current
+            guess, repeatedly (with processors that read the text, drafts go token after token all the same).
         refinement_steps (int, optional): most passes of the parallel rollout; None passes until nothing changes.
         candidate_pool_size (int): correct only so many best base ids of a slot; 0 corrects all.
-        draft_token_ids (list[int], optional): the drafter proposes these ids only, so that the LM head runs on as many
-            rows; frequent ids serve best. None: all. The text may hold any id whatever this says.
         lookup (bool): where the last tokens occurred before, their continuation may be proposed instead of the
             drafter's tokens; the adaptive schedule says when.
         use_head (bool): False drafts with the backbone alone.
@@ -322,6 +322,10 @@ class DominoGenerationConfig(GenerationConfig):
             setattr(self, name, value)
         self.check()
 
+    def confidence(self, margin):
+        """Chance that drafts with these margins (a float tensor) are right, given that those before them are."""
+        return (self.confidence_bias + self.confidence_slope * margin).sigmoid()
+
     def check(self) -> None:
         """Raise one sentence for the first knob that cannot work."""
         if self.rollout not in ROLLOUTS:
@@ -337,14 +341,12 @@ class DominoGenerationConfig(GenerationConfig):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is {value!r}; expected an integer of at least {least}.")
-        ids = self.draft_token_ids
-        if ids is not None:
-            integers = isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)
-            if not integers or len(set(ids)) != len(ids):
-                raise ValueError("draft_token_ids is not a list of distinct token ids; expected one, or None for all.")
         for name in ("lookup", "use_head", "synchronize_timers"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False.")
+        for name in ("confidence_bias", "confidence_slope"):
+            if type(getattr(self, name)) not in (int, float) or not abs(getattr(self, name)) < 1e3:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a number.")
         cut = self.assistant_confidence_threshold or 0
         if not isinstance(cut, (int, float)) or not 0 <= cut <= 1:
             raise ValueError(

@@ -28,38 +28,7 @@ class DominoCache:
         self.values: list[torch.Tensor | None] = [None] * num_layers
         self.length = 0
         self.next_position = torch.zeros(batch_size, dtype=torch.long, device=device) + first_position
-        # Rows of the target's LM head that this generation drafts from, where it does not draft from all.
-        self.head_rows: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None  # [batch, capacity], True behind `length`; None: all True
-        self._staged: torch.Tensor | None = None
-        self._lookup: list[list[int] | None] | None = None
-        self._use_head = True
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """Columns that are a row's own, bool `[batch, length]`."""
-        if self._mask is None:
-            return torch.ones(len(self.next_position), self.length, dtype=torch.bool, device=self.next_position.device)
-        return self.block_mask(0)[:, 0, 0]
-
-    def stage(
-        self, valid: torch.Tensor | None, lookup: list[list[int] | None] | None = None, use_head: bool = True
-    ) -> None:
-        """What the next call of `draft` has to know beside its arguments; forgotten after it.
-
-        Args:
-            valid (bool `[batch, new]`, optional): which of the new context states are real; None: all are, as when
-                nothing is staged.
-            lookup (list, optional): of each row, the continuation to propose instead of drafting, or None.
-            use_head (bool): False where no row needs the drafter itself.
-        """
-        self._staged, self._lookup, self._use_head = valid, lookup, use_head
-
-    def take_staged(self) -> tuple[torch.Tensor | None, list | None, bool]:
-        """What was staged, once: validity of the context, lookup continuations, whether the drafter runs."""
-        staged = self._staged, self._lookup, self._use_head
-        self._staged, self._lookup, self._use_head = None, None, True
-        return staged
 
     def extend(self, new: int, valid: torch.Tensor | None = None) -> torch.Tensor:
         """Open columns for `new` context states and return their absolute positions, `[batch, new]`.
@@ -116,13 +85,6 @@ class DominoCache:
             buffer = grown
         buffer.narrow(2, start, end - start).copy_(new)
         return buffer
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows."""
-        self.keys = [None if keys is None else keys[rows] for keys in self.keys]
-        self.values = [None if values is None else values[rows] for values in self.values]
-        self._mask = None if self._mask is None else self._mask[rows]
-        self.next_position = self.next_position[rows]
 
 
 def _roomy(length: int) -> int:

@@ -1,79 +1,68 @@
 """Speculative decoding with a Domino drafter: the decode loop, and the way in from `generate`.
 
-The loop works on rows that may differ in length. Each round:
+The text is made by the library's own plain decoding, `GenerationMixin._sample`: its processors, its choice of tokens,
+its stopping criteria, its records. It runs on a stand-in for the target (`SpeculativeTarget`) that answers "the logits
+behind this text" from one forward over several tokens, as long as the text goes on as that forward assumed. A round:
 
-    draft    [anchor] -> d1..dn            (`drafter.draft`, the only source of proposals)
-    verify   target([anchor, d1..dn])      (one forward; tapped layers are captured by hooks)
-    accept   leading drafts that the target agrees with, plus its own bonus token, the next anchor
-    commit   row by row, cut at whatever would have stopped plain decoding
-    roll     caches keep committed positions only
+    propose  [anchor] -> d1..dn       from the drafter, from an earlier occurrence in the text, or none
+    verify   target([anchor, d1..dn]) one forward, with the inputs that the library itself prepares
+    walk     plain decoding takes position after position while each new token is the draft of every row
+    roll     the cache forgets the positions that plain decoding did not take
 
-Which rows draft how many tokens, and from where, is the adaptive length's choice (`length_domino`); how the target's
-cache keeps rows of different lengths without copying them is told in `target_domino`.
+So a proposal can change how many forwards a text takes, and never the text. Rows of a batch stay in step, as in plain
+decoding: the round ends at the first token that is not the draft of its row. What other rows had right beyond it is
+proposed again in the next round.
 
 Takes draft and target as arguments and imports neither modeling nor training code.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from torch.nn import functional as F
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation import GenerationMode
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .length_domino import AdaptiveLength, ConstantLength, NgramIndex, Plan
-from .processors_domino import RowProcessors
-from .rows_domino import Extras, Rows
-from .speculation_domino import (
-    DraftOutput,
-    SpeculationStats,
-    accept_greedy,
-    accept_sampled,
-    sample_from_logits,
+from .length_domino import NgramIndex, Proposals, length_policy
+from .processors_domino import DraftProcessors, all_from_library
+from .speculation_domino import DraftOutput, NoiseAhead, RoundTimer, SpeculationStats, coupled
+from .target_domino import (
+    LengthBorders,
+    TappedStates,
+    cache_of,
+    can_roll_back,
+    embedding_size,
+    end_rollback,
+    position_limit,
+    prepare_rollback,
+    tapped_states,
+    verification_inputs,
 )
-from .target_domino import TappedStates, cache_key, compact, growing, position_limit, settle, tapped_states
 
-# Columns of tapped states that plain steps may pile up before the drafter takes them in.
-MOST_BACKLOG = 128
-
-# Inputs that give positions another meaning than the count of tokens.
-MULTIMODAL_INPUTS = ("pixel_values", "pixel_values_videos", "image_embeds", "input_features", "input_values")
-
-# The loop -------------------------------------------------------------------------------------------------------
+# Columns of tapped states that rounds without the drafter may pile up before the drafter takes them in.
+MAX_BACKLOG = 128
+# Lookup continuations may be longer than a block.
+MAX_LOOKUP = 32
 
 
-def _check_call(target, input_ids, generation_config, streamer, synced_gpus, model_kwargs) -> None:
-    """One sentence for what this loop cannot do, before anything runs."""
-    batch_size, length = input_ids.shape
-    cache, embeds = model_kwargs.get(cache_key(target, model_kwargs)), model_kwargs.get("inputs_embeds")
-    passed_length = cache.get_seq_length() if cache is not None else 0
+def _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs) -> None:
+    """One sentence for what cannot run with a drafter, before anything runs."""
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; Domino drafts for decoder-only models.")
-    if length == 0 and embeds is None:
+    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError("the prompt is empty; pass at least one token, for example the tokenizer's bos_token.")
     if not generation_config.use_cache:
         raise ValueError("speculative decoding needs the target's cache; leave use_cache at True.")
     if synced_gpus:
         raise ValueError("speculative decoding does not keep ZeRO-3 or FSDP peers in step; pass synced_gpus=False.")
-    if not isinstance(cache, DynamicCache) or not getattr(cache, "is_croppable", True):
-        raise ValueError(
-            f"speculative decoding needs a DynamicCache of attention layers, which can forget rejected tokens, got "
-            f"{type(cache).__name__} for {type(target).__name__}; leave cache_implementation unset, and generate "
-            "without assistant_model where the target keeps a recurrent state."
-        )
-    if batch_size > 1 and streamer is not None:
-        raise ValueError(f"a streamer prints one sequence, got a batch of {batch_size}; stream one prompt at a time.")
-    if batch_size > 1 and passed_length:
-        raise ValueError("a filled cache can be continued for one sequence at a time; pass the batch without it.")
-    if batch_size > 1 and generation_config.return_dict_in_generate:
-        if generation_config.output_hidden_states or generation_config.output_attentions:
-            raise ValueError("hidden states and attentions can be returned for one sequence at a time.")
-    limit = position_limit(target)
-    if limit and length >= limit:
-        raise ValueError(f"the prompt has {length} tokens and the target only {limit} positions; shorten the prompt.")
+    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError("assistant_ensemble_weight changes the text; Domino keeps the target's own, so leave it out.")
 
 
 @torch.no_grad()
@@ -96,329 +85,348 @@ def speculative_decode(
         input_ids (int `[batch, length]`): left-padded prompts.
         logits_processor, stopping_criteria, generation_config, streamer, model_kwargs: as `generate` prepared them.
     Returns:
-        int `[batch, length + new]`, or a `GenerateDecoderOnlyOutput`; statistics are in `drafter.last_speculation`.
+        what plain `generate` returns; statistics are in `drafter.last_speculation`.
     Raises:
-        ValueError: a call that speculation cannot serve exactly.
+        ValueError: a call that cannot run with a drafter.
     """
     started = time.perf_counter()
     for unused in ("inputs_tensor", "tokenizer", "assistant_tokenizer", "assistant_model"):
         model_kwargs.pop(unused, None)
     drafter.generation_config.check()
-    for name in MULTIMODAL_INPUTS:
-        if model_kwargs.get(name) is not None:
-            raise ValueError(f"the drafter reads text only, got {name}; generate without assistant_model.")
-    _check_call(target, input_ids, generation_config, streamer, synced_gpus, model_kwargs)
-    processors = RowProcessors(logits_processor if logits_processor is not None else [], input_ids.shape[0])
-    if processors.stateful and input_ids.shape[0] > 1:
-        raise ValueError("guidance and SynthID watermarks remember their calls; generate one sequence at a time.")
-    rows = Rows(input_ids, stopping_criteria or [], generation_config, streamer)
+    _check_call(target, input_ids, generation_config, synced_gpus, model_kwargs)
+    processors = logits_processor if logits_processor is not None else []
+    criteria = WatchedCriteria(stopping_criteria or [])
     with tapped_states(target, drafter.config.target_layer_ids) as taps:
-        call = _Call(target, drafter, rows, processors, generation_config, taps)
-        call.prefill(input_ids, model_kwargs)
-        with growing(call.cache):
-            while call.drop_finished_rows():
-                call.round()
-    if streamer is not None:
-        streamer.end()
+        call = SpeculativeTarget(target, drafter, taps, input_ids, processors, criteria, generation_config)
+        drafter.last_speculation = call.stats
+        try:
+            output = type(target)._sample(
+                call,
+                input_ids,
+                logits_processor=processors,
+                stopping_criteria=criteria,
+                generation_config=generation_config,
+                synced_gpus=False,
+                streamer=streamer,
+                **model_kwargs,
+            )
+            call.end_round(output if torch.is_tensor(output) else output.sequences)
+        finally:
+            call.close()
     call.stats.total_seconds = time.perf_counter() - started
-    sequences = rows.sequences(generation_config._pad_token_tensor)
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=rows.per_step(rows.scores) if rows.keep_scores else None,
-        logits=rows.per_step(rows.logits) if rows.keep_logits else None,
-        attentions=call.extras.attentions,
-        hidden_states=call.extras.hidden_states,
-        **{call.key: call.cache if len(rows.tokens) == 1 else None},
-    )
+    return output
 
 
-class _Backlog:
-    """Tapped states committed since the drafter last took some in.
+class WatchedCriteria(StoppingCriteriaList):
+    """Stopping criteria that remember which rows are done, bool `[batch]`; None before the first token."""
+
+    done: torch.Tensor | None = None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        """The criteria's own answer."""
+        now = super().__call__(input_ids, scores, **kwargs)
+        self.done = now if self.done is None else self.done | now
+        return now
+
+
+@dataclass
+class Block:
+    """One verification forward, and how much of it plain decoding has taken.
 
     Args:
-        states (float `[b, new, T * H]`): of one forward.
-        valid (bool `[b, new]`, optional): which are a row's own; None: all.
+        ids (int `[batch, n + 1]`): anchor and drafts.
+        length (int): committed ids when it ran, the anchor included.
+        outputs: of the forward; states (float `[batch, n + 1, T * H]`): of the tapped layers.
+        proposals: where the drafts came from.
+
+    Attributes:
+        alive (list[list[bool]]): of each position taken, the rows that were still being written.
     """
 
-    def __init__(self, states: torch.Tensor, valid: torch.Tensor | None):
-        self.states, self.valid = [states], [valid]
+    ids: torch.LongTensor
+    length: int
+    outputs: Any
+    states: torch.Tensor
+    proposals: Proposals
+    alive: list[list[bool]] = field(default_factory=list)
 
     @property
-    def length(self) -> int:
-        return sum(part.shape[1] for part in self.states)
+    def drafts(self) -> int:
+        """Drafts of each row, n."""
+        return self.ids.shape[1] - 1
 
-    def add(self, states: torch.Tensor, valid: torch.Tensor | None) -> None:
-        self.states.append(states)
-        self.valid.append(valid)
+    @property
+    def served(self) -> int:
+        """Positions taken."""
+        return len(self.alive)
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All of it; nothing is left."""
-        states, valid = self.states, self.valid
-        nothing = states[0].new_empty(len(states[0]), 0, states[0].shape[2])  # no view: it would keep it all
-        self.states, self.valid = [nothing], [None]
-        joined = torch.cat(states, dim=1)
-        if all(part is None for part in valid):
-            return joined, None
-        every = [
-            state.new_ones(state.shape[:2], dtype=torch.bool) if part is None else part
-            for state, part in zip(states, valid, strict=True)
-        ]
-        return joined, torch.cat(every, dim=1)
+    def logits(self, start: int, end: int | None = None) -> torch.Tensor:
+        """Of the block's positions from `start` to `end`, `[batch, positions, V]`."""
+        return self.outputs.logits[:, -self.ids.shape[1] :][:, start:end]
 
-    def select(self, index: torch.Tensor) -> None:
-        self.states = [part[index] for part in self.states]
-        self.valid = [None if part is None else part[index] for part in self.valid]
+    def serve(self, alive: list[bool]) -> Any:
+        """The outputs of the next position, as a plain step gives them: logits `[batch, 1, V]`."""
+        outputs, position = self.outputs, self.served
+        self.alive.append(alive)
+        if self.drafts:
+            outputs = copy.copy(outputs)
+            outputs["logits"] = self.logits(position, position + 1)
+        return outputs
 
 
-class _Call:
-    """One `generate` call: the rows still being written, what they carry from round to round, and the round itself."""
+class SpeculativeTarget:
+    """What plain decoding runs on: the target, but several positions are computed at a time.
 
-    def __init__(self, target, drafter, rows: Rows, processors: RowProcessors, generation_config, taps: TappedStates):
-        self.target, self.drafter, self.rows = target, drafter, rows
-        self.processors, self.generation_config, self.taps = processors, generation_config, taps
-        self.do_sample = generation_config.do_sample
-        self.knobs = drafter.generation_config
-        self.extras = Extras(generation_config)
-        batch_size = len(rows.tokens)
-        self.stats = SpeculationStats([[] for _ in rows.tokens], accepted_drafts=[[] for _ in rows.tokens])
-        drafter.last_speculation = self.stats
-        self.most_positions = position_limit(target)
-        most = self.knobs.num_assistant_tokens
-        self.limit = drafter.config.num_drafts if most is None else most
-        self.device = rows.tokens[0].device
-        self.active = list(range(batch_size))
-        self.adaptive = self.knobs.num_assistant_tokens_schedule == "adaptive"
-        self.lengths = ConstantLength()
-        if self.adaptive:
-            self.limit = min(self.limit, drafter.config.num_drafts)
-            circumstances = (batch_size, self.limit, self.device.type, target.dtype, drafter.dtype)
-            circumstances += (torch.get_num_threads(), self.knobs.use_head, self.knobs.candidate_pool_size)
-            sampled = (drafter, target, *circumstances) if self.do_sample else None
-            self.lengths = AdaptiveLength(batch_size, self.limit, sampled)
-        self.indexes: list[NgramIndex] | None = None
+    Whatever is not defined here is the target's own.
 
-    def prefill(self, input_ids: torch.LongTensor, model_kwargs: dict) -> None:
-        """As plain decoding does it, and the first token."""
-        started = time.perf_counter()
-        self.key = cache_key(self.target, model_kwargs)
-        outputs = self.target._prefill(input_ids, self.generation_config, model_kwargs)
-        self.cache = outputs[self.key]
-        context = self.taps.take()  # [b, prompt positions without states of a passed cache, T * H]
-        mask = model_kwargs.get("attention_mask")
-        if mask is None:
-            mask = input_ids.new_ones(len(input_ids), self.cache.get_seq_length())
-        # Columns of the target's cache that are a row's own, [b, columns]; None below where there are no others.
-        self.mask = mask.to(self.device).bool()
-        self.filled: list[int] = self.mask.sum(-1).tolist()  # columns of each active row
-        # The caller may count positions in another way than by tokens.
-        given = model_kwargs.get("position_ids")
-        self.lead = [0] * len(input_ids)
-        if given is not None and given.dim() == 2:
-            self.lead = (given[:, -1] + 1 - self.mask.sum(-1)).tolist()
-        valid = self.mask[:, -context.shape[1] :]
-        self.backlog = _Backlog(context, None if bool(valid.all()) else valid)
-        self.draft_cache = self.drafter.new_cache(
-            len(input_ids), (self.mask.sum(-1) - valid.sum(-1)).to(self.drafter.device)
+    Args:
+        taps: hooks on the target's tapped layers.
+        input_ids (int `[batch, length]`): the prompts.
+        processors, criteria, generation_config: of the call.
+    """
+
+    def __init__(self, target, drafter, taps: TappedStates, input_ids, processors, criteria, generation_config):
+        batch_size, device = len(input_ids), input_ids.device
+        knobs = drafter.generation_config
+        self.target, self.drafter, self.taps, self.criteria = target, drafter, taps, criteria
+        self.stats = SpeculationStats([[] for _ in range(batch_size)], accepted_drafts=[[] for _ in range(batch_size)])
+        self.timer = RoundTimer(self.stats, device, knobs.synchronize_timers)
+        self.policy = length_policy(knobs, drafter.config.num_drafts)
+        self.draft_processors = DraftProcessors(processors)
+        self.do_sample, self.noise = generation_config.do_sample, None
+        self.max_length = criteria.max_length or generation_config.max_length
+        self.borders, self.max_positions = LengthBorders(target), position_limit(target)
+        self.num_ids = embedding_size(target)
+        pad = generation_config._pad_token_tensor
+        self.pad_token_id = 0 if pad is None else int(pad)
+        records = generation_config.return_dict_in_generate
+        # Rows that are done are fed padding, as in plain decoding, if anybody may look at what comes of them.
+        self.follow_done_rows = records or not all_from_library(processors, criteria)
+        # Hidden states and attentions of several tokens have other shapes: such calls go by plain steps.
+        self.plain_steps = bool(
+            records and (generation_config.output_hidden_states or generation_config.output_attentions)
         )
-        if self.adaptive and self.knobs.lookup and not self.processors.stateful:
-            self.indexes = [NgramIndex(row) for row in self._prompts(input_ids)]
-        logits = outputs.logits[:, -1].to(device=self.device, dtype=torch.float32, copy=True)
-        self.extras.add(outputs, 1, prefill=True)
-        scores = self.processors(self.rows.tokens, logits.clone())
-        self.anchors = sample_from_logits(scores, self.do_sample)  # [b]
-        self.done = []
-        for r, token in enumerate(self.anchors.tolist()):
-            new = self.anchors[r : r + 1]
-            self.done.append(self.rows.commit(r, new, [token], scores[r : r + 1], logits[r : r + 1])[1])
-            if self.indexes is not None:
-                self.indexes[r].extend([token])
-        if len(input_ids) == 1 and bool(self.mask.all()):
-            self.mask = None  # the target needs none, and makes its own faster
-        self.clock = time.perf_counter()
-        self.stats.prefill_seconds = self.clock - started
+        self.cache: Any = None
+        self.draft_cache: Any = None
+        self.block: Block | None = None
+        self.last_outputs: Any = None
+        self.hidden_columns = 0  # cached columns before the first of `input_ids`: embeddings, an earlier turn
+        self.backlog: list[torch.Tensor] = []  # tapped states [batch, new, T * H] that the drafter has not taken in
+        self.context_mask: torch.Tensor | None = None  # bool [batch, new] of the first of them; None: all are real
+        self.indexes: list[NgramIndex] = []
+        self.known: list[list[int]] = [[] for _ in range(batch_size)]
 
-    def _prompts(self, input_ids) -> list[list[int]]:
-        """Each row's tokens without its padding, where the mask speaks of the ids given."""
-        if self.mask.shape[1] != input_ids.shape[1]:
-            return input_ids.tolist()
-        return [row[own].tolist() for row, own in zip(input_ids, self.mask, strict=True)]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
 
-    def drop_finished_rows(self) -> bool:
-        """Finished rows stop costing; False when none is left."""
-        staying = [i for i, done in enumerate(self.done) if not done]
-        if staying and len(staying) < len(self.active):
-            index = torch.tensor(staying, device=self.device)
-            self.cache.batch_select_indices(index)
-            self.draft_cache.select(index.to(self.drafter.device))
-            self.backlog.select(index)
-            self.mask, self.anchors = self.mask[index], self.anchors[index]  # several rows have a mask
-            self.filled, self.lead = [self.filled[i] for i in staying], [self.lead[i] for i in staying]
-            if self.indexes is not None:
-                self.indexes = [self.indexes[i] for i in staying]
-            self.lengths.select(staying)
-            self._compact()
-        self.active = [self.active[i] for i in staying]
-        return bool(self.active)
+    # What plain decoding calls ----------------------------------------------------------------------------------
 
-    def round(self) -> None:
-        """Draft, verify, accept, commit, roll."""
-        self.processors.active = self.active
-        tokens = [self.rows.tokens[row] for row in self.active]
-        places = [filled + lead for filled, lead in zip(self.filled, self.lead, strict=True)]  # of each anchor
-        most = self._most_drafts(places)
-        found = [(0, [])] * len(tokens)
-        if self.indexes is not None and most:
-            found = [index.continuation(most) for index in self.indexes]
-        plan = self.lengths.choose(found, most)
-        draft, drafting = self._draft(plan, tokens)
-        logits, states = self._verify(draft.token_ids, places)
-        scores = _process_block(self.processors, tokens, draft.token_ids, logits)
-        accept = accept_sampled if self.do_sample else accept_greedy
-        num_accepted, chosen = accept(draft, scores)
-        shown = self._commit(draft, num_accepted, chosen, scores, logits)
-        self._roll(draft.token_ids.shape[1] + 1, [len(new) for new in shown[-1]], states)
-        now = time.perf_counter()
-        seconds = None if drafting is None else (drafting, now - self.clock - drafting)
-        self.clock = now
-        self.lengths.observe(plan, found, *shown, seconds)
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        """The target's own prefill; the prompt becomes the drafter's first context."""
+        self.taps.clear()
+        with self.timer.section("prefill"):
+            outputs = self.target._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        self.after_prefill(input_ids, outputs, model_kwargs.get("attention_mask"))
+        return outputs
 
-    def _most_drafts(self, places: list[int]) -> int:
-        """Drafts that the longest-running row has room for."""
-        if self.processors.stateful:
+    def prepare_inputs_for_generation(self, input_ids: torch.LongTensor, *args, **kwargs) -> dict[str, Any]:
+        """The text so far and what a plain step would be prepared from; the round prepares it."""
+        return {"input_ids": input_ids, "step": kwargs}
+
+    def get_compiled_call(self, *args, **kwargs):
+        """Compiled decoding is made for one token at a time; several run eagerly."""
+        return self.__call__
+
+    def __call__(self, input_ids: torch.LongTensor, step: dict[str, Any], **kwargs) -> Any:
+        """Outputs behind the text so far: from the block at hand if the text follows it, else from a new round."""
+        alive = self.alive_rows()
+        if not self.follows_block(input_ids, alive):
+            self.end_round(input_ids)
+            self.timer.start_round()
+            self.block = self.verify(input_ids, self.propose(input_ids, alive, step), step)
+        self.last_outputs = self.block.serve(alive)
+        return self.last_outputs
+
+    # The round --------------------------------------------------------------------------------------------------
+
+    def alive_rows(self) -> list[bool]:
+        """Which rows are still being written."""
+        done = self.criteria.done
+        return [True] * len(self.known) if done is None or len(self.known) == 1 else (~done).tolist()
+
+    def follows_block(self, input_ids: torch.LongTensor, alive: list[bool]) -> bool:
+        """Whether the text went on with the block's next draft."""
+        block = self.block
+        if block is None or block.served > block.drafts:
+            return False
+        same = (input_ids[:, -1] == block.ids[:, block.served]).tolist()
+        return all(s or not (a or self.follow_done_rows) for s, a in zip(same, alive, strict=True))
+
+    def propose(self, input_ids: torch.LongTensor, alive: list[bool], step: dict[str, Any]) -> Proposals:
+        """Ids behind each row, from whatever source is expected to pay."""
+        room = self.room(input_ids.shape[1], step)
+        lookups = [index.continuation(min(room, MAX_LOOKUP)) for index in self.indexes]
+        proposals = Proposals(self.known, lookups, alive, room, self.pad_token_id)
+        max_drafts = self.policy.drafts_to_ask_for(proposals)
+        if max_drafts or sum(states.shape[1] for states in self.backlog) > MAX_BACKLOG:
+            with self.timer.section("draft"):
+                proposals.drafted = self.draft(input_ids, max_drafts)
+        self.policy.choose(proposals)
+        return proposals
+
+    def room(self, length: int, step: dict[str, Any]) -> int:
+        """How many drafts behind `length` ids one forward can judge as plain steps would."""
+        if self.plain_steps:
             return 0
-        room = max(self.rows.room(row) for row in self.active)
-        if self.most_positions:
-            room = min(room, self.most_positions - max(places))
-        return max(0, min(self.limit, room - 1))
+        room = self.max_length - length - 1
+        columns = self.hidden_columns + length
+        if self.max_positions:
+            room = min(room, self.max_positions - columns)
+        if self.borders:
+            room = self.borders.room(columns, room)
+            if (positions := step.get("position_ids")) is not None:
+                room = self.borders.room(int(positions[..., -1].max()) + 1, room)
+        return max(0, room)
 
-    def _draft(self, plan: Plan, tokens: list[torch.Tensor]) -> tuple[DraftOutput, float | None]:
-        """The round's proposals, on the target's device, and the seconds they took where they were measured."""
-        if self.adaptive and self.backlog.length > (MOST_BACKLOG if not plan.drafts else 2 * self.limit):
-            # What piled up is taken in apart, so that it is not mistaken for the cost of a draft.
-            started = time.perf_counter()
-            self._call_draft(Plan(), tokens)
-            seconds = time.perf_counter() - started
-            self.stats.draft_seconds += seconds
-            self.clock += seconds
-        if self.adaptive and not plan.drafts:
-            nothing = self.anchors.new_zeros(len(tokens), 0)
-            return DraftOutput(nothing, None), 0.0
-        started = time.perf_counter()
-        draft = self._call_draft(plan, tokens)
-        n = draft.token_ids.shape[1]
-        if n > plan.drafts:
-            raise ValueError(f"draft returned {n} tokens, expected at most {plan.drafts} (max_drafts).")
-        measured = self.device.type != "cuda" or self.knobs.synchronize_timers or self._measuring()
-        if measured and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        seconds = time.perf_counter() - started
-        self.stats.draft_seconds += seconds
-        return draft.to(self.device), seconds if measured else None
-
-    def _measuring(self) -> bool:
-        """Whether to wait for an asynchronous device between draft and verification: at first, then seldom.
-
-        Rounds as a whole need no waiting: each ends with reading on the host what was accepted.
-        """
-        return self.stats.num_rounds < 8 or self.stats.num_rounds % 16 == 0
-
-    def _call_draft(self, plan: Plan, tokens: list[torch.Tensor]) -> DraftOutput:
-        context, valid = self.backlog.take()
-        lookup = plan.lookup if any(part is not None for part in plan.lookup) else None
-        self.draft_cache.stage(None if valid is None else valid.to(self.drafter.device), lookup, plan.use_head)
-        return self.drafter.draft(
+    def draft(self, input_ids: torch.LongTensor, max_drafts: int) -> DraftOutput:
+        """The drafter's proposals; it takes in all states since it last ran."""
+        context, mask = torch.cat(self.backlog, dim=1), self.context_mask
+        if mask is not None:
+            mask = F.pad(mask, (0, context.shape[1] - mask.shape[1]), value=True)
+        self.backlog, self.context_mask = [context[:, :0].clone()], None  # no view: it would keep all of it
+        drafted = self.drafter.draft(
             self.target,
-            self.anchors[:, None],
+            input_ids[:, -1:],
             context,
             self.draft_cache,
-            input_ids=tokens,
-            max_drafts=plan.drafts,
-            logits_processor=self.processors if self.processors else None,
-            do_sample=self.do_sample,
+            input_ids=input_ids,
+            max_drafts=max_drafts,
+            context_mask=mask,
+            logits_processor=self.draft_processors or None,
+            noise=self.noise,
         )
+        drafted.check(len(input_ids), max_drafts, self.num_ids)
+        return drafted.to(input_ids.device)
 
-    def _verify(self, drafts: torch.Tensor, places: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward over [anchor, d1..dn]: logits `[b, n + 1, V]` and tapped states `[b, n + 1, T * H]`."""
-        started = time.perf_counter()
-        block = torch.cat([self.anchors[:, None], drafts], dim=1)
-        new = block.shape[1]
-        positions = torch.tensor(places, device=self.device)[:, None] + torch.arange(new, device=self.device)
-        if self.mask is not None:
-            self.mask = torch.cat([self.mask, self.mask.new_ones(len(block), new)], dim=1)
+    def verify(self, input_ids: torch.LongTensor, proposals: Proposals, step: dict[str, Any]) -> Block:
+        """One forward over [anchor, d1..dn]."""
+        drafts = proposals.token_ids(input_ids.device)
         self.taps.clear()  # forwards inside `draft` or a processor are none of ours
-        outputs = self.target(
-            input_ids=block,
-            attention_mask=None if self.mask is None else self.mask.long(),
-            position_ids=positions,
-            use_cache=True,
-            return_dict=True,
-            **{self.key: self.cache},
-            **self.extras.forward_kwargs,
-        )
-        logits = outputs.logits.to(self.device)
-        if self.processors or self.do_sample or self.rows.keep_logits or self.rows.keep_scores:
-            logits = logits.float()  # else only the largest is looked for, which it is in any precision
-        states = self.taps.take()
-        self.outputs = outputs if self.extras.forward_kwargs else None
-        if self.knobs.synchronize_timers and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.stats.verify_seconds += time.perf_counter() - started
+        with self.timer.section("verify"):
+            inputs = verification_inputs(self.target, input_ids, drafts, self.last_outputs, step)
+            outputs = self.target(**inputs, return_dict=True)
+        self.take_cache(outputs)
+        ids = torch.cat([input_ids[:, -1:], drafts], dim=1)
+        if outputs.logits.shape[1] < ids.shape[1]:
+            raise ValueError(
+                f"{type(self.target).__name__} put out logits of {outputs.logits.shape[1]} tokens, expected "
+                f"{ids.shape[1]}: it does not read several tokens at a time; generate without assistant_model."
+            )
         self.stats.num_rounds += 1
-        return logits, states
+        self.stats.num_plain_steps += drafts.shape[1] == 0
+        return Block(ids, input_ids.shape[1], outputs, self.taps.take()[:, -ids.shape[1] :], proposals)
 
-    def _commit(self, draft: DraftOutput, num_accepted, chosen, scores, logits) -> tuple[list, ...]:
-        """Append what each row keeps; of each row: drafts, those kept, whether they were looked up, new tokens."""
-        n = draft.token_ids.shape[1]
-        self.stats.num_plain_steps += n == 0
-        drafted = [n] * len(self.active) if draft.lengths is None else draft.lengths.tolist()
-        looked_up = [False] * len(self.active) if draft.looked_up is None else draft.looked_up.tolist()
-        kept, texts, self.done = [], [], []
-        listed = torch.cat([num_accepted[:, None], chosen], dim=1).tolist()  # one wait for the device
-        for i, (row, (accepted, *tokens)) in enumerate(zip(self.active, listed, strict=True)):
-            tokens = tokens[: accepted + 1]
-            count, finished = self.rows.commit(row, chosen[i, : accepted + 1], tokens, scores[i], logits[i])
-            kept.append(min(accepted, count))
-            self.stats.record(row, drafted[i], kept[-1], count, looked_up[i])
-            texts.append(tokens[:count])
-            if self.indexes is not None:
-                self.indexes[i].extend(texts[-1])
-            self.done.append(finished)
-        if self.outputs is not None:
-            self.extras.add(self.outputs, len(texts[0]))
-            self.outputs = None
-        return drafted, kept, looked_up, texts
+    def end_round(self, input_ids: torch.LongTensor) -> None:
+        """Roll the cache back to what plain decoding took of the block, and learn from it.
 
-    def _roll(self, new: int, kept: list[int], states: torch.Tensor) -> None:
-        """Caches keep the anchor and all kept tokens but the last, which is the next anchor."""
-        longest = max(kept)
-        self.mask = settle(self.cache, self.mask, new, kept)
-        self.filled = [filled + count for filled, count in zip(self.filled, kept, strict=True)]
-        self._compact()
-        valid = None
-        if min(kept) < longest:
-            valid = torch.arange(longest, device=self.device) < torch.tensor(kept, device=self.device)[:, None]
-        self.backlog.add(states[:, :longest], valid)
-        self.anchors = torch.stack([self.rows.tokens[row][-1] for row in self.active])
+        Args:
+            input_ids (int `[batch, length]`): the text with the block's tokens.
+        """
+        block, self.block = self.block, None
+        if block is None:  # the prefill's token belongs to no round
+            for index, token in zip(self.indexes, input_ids[:, -1].tolist(), strict=False):
+                index.extend([token])
+            return
+        self.cache.crop(block.served - block.ids.shape[1])
+        self.backlog.append(block.states[:, : block.served])
+        new = input_ids[:, block.length : block.length + block.served].tolist()
+        drafts = block.ids[:, 1:].tolist()
+        proposals = block.proposals
+        for row, alive in enumerate(zip(*block.alive, strict=True)):
+            new[row] = new[row][: sum(alive)]
+            if not new[row]:
+                continue
+            pairs = list(zip(drafts[row], new[row], strict=False))
+            accepted = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+            looked_up = bool(proposals.looked_up and proposals.looked_up[row])
+            self.stats.record(
+                row, block.drafts, accepted, len(new[row]), min(len(self.known[row]), block.drafts), looked_up
+            )
+            if self.indexes:
+                self.indexes[row].extend(new[row])
+        self.policy.observe(proposals, new, self.timer.drafting, self.timer.rest_of_round())
+        self.known = self.known_beyond(block, drafts, new)
 
-    def _compact(self) -> None:
-        """Only in a batch: the cache of a single row goes back to the caller, column for column."""
-        if len(self.rows.tokens) > 1:
-            self.mask = compact(self.cache, self.mask, max(self.filled))
+    def known_beyond(self, block: Block, drafts: list[list[int]], new: list[list[int]]) -> list[list[int]]:
+        """What rows would go on with whose drafts were right up to the round's end, and beyond it.
 
+        Only proposals for the next round: the walk judges them as any other.
+        """
+        known: list[list[int]] = [[] for _ in new]
+        if len(new) == 1 or block.served > block.drafts:
+            return known
+        processors = self.draft_processors.without_prefixes()
+        guesses = []
+        for i in range(block.served, block.drafts + 1):
+            logits = processors(None, block.logits(i, i + 1)[:, 0].float())
+            noise = None if self.noise is None else self.noise[i - block.served]
+            guesses.append(coupled(logits, noise).argmax(-1))
+        guesses = torch.stack(guesses, dim=1).tolist()  # [batch, n + 1 - served]
+        for row, ahead in enumerate(guesses):
+            if not block.alive[-1][row] or drafts[row][: block.served] != new[row]:
+                continue
+            matches = zip(ahead, drafts[row][block.served :], strict=False)
+            right = next((i for i, (ours, theirs) in enumerate(matches) if ours != theirs), len(ahead) - 1)
+            known[row] = ahead[: right + 1]
+        return known
 
-def _process_block(processors: RowProcessors, tokens, drafts, logits) -> torch.Tensor:
-    """Processed target logits `[b, n + 1, V]`; position i is judged after the row's tokens and its first i drafts."""
-    if not processors:
-        return logits
-    if processors.prefix_free:
-        return processors(tokens, logits.flatten(0, 1).clone()).view_as(logits)
-    steps = []
-    for i in range(logits.shape[1]):
-        prefixes = [torch.cat([row, drafts[j, :i]]) for j, row in enumerate(tokens)]
-        steps.append(processors(prefixes, logits[:, i].clone()))
-    return torch.stack(steps, dim=1)
+    # Beginning and end ------------------------------------------------------------------------------------------
+
+    def after_prefill(self, input_ids: torch.LongTensor, outputs: Any, mask: torch.Tensor | None) -> None:
+        """Set up what the rounds need: cache, drafter's context, lookup index, noise."""
+        if not can_roll_back(self.target, cache_of(outputs)):
+            kind = type(cache_of(outputs)).__name__
+            raise ValueError(
+                f"{type(self.target).__name__} keeps its past in {kind}, which cannot forget rejected drafts "
+                "(a recurrent state, a quantised cache or no cache); generate without assistant_model."
+            )
+        self.take_cache(outputs)
+        context = self.taps.take()  # [batch, columns of this forward, T * H]
+        batch_size, new = context.shape[:2]
+        columns = max(self.cache.get_seq_length(), new)
+        self.hidden_columns = columns - input_ids.shape[1]
+        if mask is None:
+            mask = torch.ones(batch_size, columns, dtype=torch.long, device=input_ids.device)
+        mask = F.pad(mask.bool(), (columns - mask.shape[1], 0), value=True)  # columns that the target added itself
+        valid = mask[:, -new:].to(self.drafter.device)
+        self.context_mask = None if bool(valid.all()) else valid
+        first_position = (mask.sum(-1) - mask[:, -new:].sum(-1)).to(self.drafter.device)
+        self.draft_cache = self.drafter.new_cache(batch_size, first_position)
+        self.backlog = [context]
+        self.last_outputs = outputs
+        if self.do_sample:
+            self.noise = NoiseAhead(input_ids.device, (batch_size, outputs.logits.shape[-1]))
+        if self.policy.uses_lookup:
+            own = mask if mask.shape == input_ids.shape else torch.ones_like(input_ids, dtype=torch.bool)
+            self.indexes = [NgramIndex(row[keep].tolist()) for row, keep in zip(input_ids, own, strict=True)]
+
+    def take_cache(self, outputs: Any) -> None:
+        """Work on the cache of these outputs, which the target may have made anew."""
+        cache = cache_of(outputs)
+        if cache is not self.cache:
+            self.close()
+            prepare_rollback(cache)
+            self.cache = cache
+
+    def close(self) -> None:
+        """Give the cache back as plain decoding would leave it; what an exception left of a block is cut off."""
+        if self.cache is None:
+            return
+        if self.block is not None:
+            self.cache.crop(self.block.served - self.block.ids.shape[1])
+            self.block = None
+        end_rollback(self.cache)
+        self.cache = None
 
 
 # The way in -----------------------------------------------------------------------------------------------------

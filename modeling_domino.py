@@ -27,16 +27,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from .configuration_domino import DominoConfig, DominoGenerationConfig, public_name
 from .draftcache_domino import DominoCache
 from .generation_domino import install_dispatch, speculative_decode
-from .head_domino import (
-    add_correction,
-    base_logits_of,
-    gru_weights,
-    parallel_rollout,
-    sequential_rollout,
-)
+from .head_domino import DraftRequest, add_correction, gru_weights, parallel_rollout, sequential_rollout
 from .kernels_domino import FewRowsLinear
-from .speculation_domino import DraftOutput, SpeculationStats, with_lookup
-from .target_domino import embed_tokens
+from .processors_domino import DraftProcessors
+from .speculation_domino import DraftOutput, SpeculationStats, noise_columns
+from .target_domino import embed_tokens, head_size, home_of, target_logits
 
 
 class DominoAttention(nn.Module):
@@ -66,7 +61,7 @@ class DominoAttention(nn.Module):
         if cache is None:
             keys = self._heads(block, self.k_proj, self.k_norm, [x[:, new:] for x in rope])
             values = self._heads(block, self.v_proj)
-            context_keys, context_values = self.take_in(context, [x[:, :new] for x in rope], None)
+            context_keys, context_values = self.add_context(context, [x[:, :new] for x in rope], None)
             keys, values = torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
         else:
             # Few columns: one product for both.
@@ -94,7 +89,7 @@ class DominoAttention(nn.Module):
             self, query, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, is_causal=False
         )[0]
 
-    def take_in(self, context, context_rope, cache):
+    def add_context(self, context, context_rope, cache):
         """Keys and values `[b, kv_heads, C, d]` of new context, behind what the cache holds."""
         keys = self._heads(context, self.k_proj, self.k_norm, context_rope)
         values = self._heads(context, self.v_proj)
@@ -314,12 +309,12 @@ class DominoForSpeculation(DominoPreTrainedModel):
             states = layer(states, context, rope, attention_mask, cache)
         return self.norm(states)
 
-    def take_in(self, context_hidden_states, context_position_ids, cache: DominoCache) -> None:
+    def add_context(self, context_hidden_states, context_position_ids, cache: DominoCache) -> None:
         """Put tapped states `[batch, new, T * H]` into the cache; no block runs."""
         context = self.hidden_norm(self.fc(context_hidden_states))
         rope = self.rotary_emb(context, context_position_ids)
         for layer in self.layers:
-            layer.self_attn.take_in(context, rope, cache)
+            layer.self_attn.add_context(context, rope, cache)
 
     def correction(self, states: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
         """`W_up SiLU(W_down [z; s])`: `[..., H]` and `[..., S]` -> `[..., V]`. Source: Domino, eq. of section 3.2."""
@@ -353,69 +348,59 @@ class DominoForSpeculation(DominoPreTrainedModel):
         context_hidden_states: torch.Tensor,
         cache: DominoCache,
         *,
-        input_ids: list[torch.Tensor] | torch.LongTensor,
+        input_ids: torch.LongTensor,
         max_drafts: int,
+        context_mask: torch.Tensor | None = None,
         logits_processor=None,
-        do_sample: bool = False,
+        noise=None,
     ) -> DraftOutput:
-        """Propose up to `max_drafts` tokens for each row; the only place where draft tokens come from.
+        """Propose up to `max_drafts` tokens for each row; the only place where the drafter's tokens come from.
 
         Args:
             target: lends its embedding and LM head.
             anchor_ids (int `[batch, 1]`): last committed token of each row.
-            context_hidden_states (float `[batch, new, T * H]`): tapped states committed since the last call; where
-                rows got different numbers, `cache.stage` said which are real. It also says which rows propose a lookup
-                continuation instead of drafts, and whether the drafter has to run at all.
+            context_hidden_states (float `[batch, new, T * H]`): tapped states committed since the last call.
             cache (DominoCache): this generation's context cache, extended here.
-            input_ids (int `[batch, length]`, or one `[length]` a row): committed sequences with the anchor at the end.
+            input_ids (int `[batch, length]`): committed sequences with the anchor at the end.
             max_drafts (int): upper bound, 0 allowed (the context is still taken in).
-            logits_processor (callable, optional): `generate`'s processors, applied to each row's own prefix.
-            do_sample (bool): draw each token from its law, otherwise take the most likely.
+            context_mask (bool `[batch, new]`, optional): which of the new states are real; None: all.
+            logits_processor (optional): `generate`'s processors; those that a draft can go through are applied.
+            noise (optional): under sampling, float `[batch, n, V]` or anything whose `[i]` is `[batch, V]`: the noise
+                that the target's own draw of the i-th token will use.
         Returns:
-            DraftOutput: `token_ids [batch, n]`; `logits [batch, n, V_target]` fp32 after the processors, the law that
-            each token was drawn from; None where every row was looked up.
+            DraftOutput: `token_ids [batch, n]`, and the drafter's confidence in each.
         Source: Domino, section 3.3.
         """
-        batch_size, device = anchor_ids.shape[0], self.device
         n = min(max_drafts, self.config.num_drafts)
-        context = context_hidden_states.to(device=device, dtype=self.dtype)
-        valid, lookup, use_head = cache.take_staged()
-        positions = cache.extend(context.shape[1], valid)
-        if n == 0 or not use_head:
-            self.take_in(context, positions, cache)
+        context = context_hidden_states.to(device=self.device, dtype=self.dtype)
+        positions = cache.extend(context.shape[1], context_mask)
         if n == 0:
-            vocab = target.get_output_embeddings().weight.shape[0]
-            empty = torch.zeros(batch_size, 0, vocab, dtype=self.dtype, device=device)
-            return DraftOutput(anchor_ids.new_zeros(batch_size, 0), empty)
-        own = None
-        if use_head:
-            own = self._draft_block(
-                target, anchor_ids.to(device), context, positions, cache, input_ids, n, logits_processor, do_sample
-            )
-        return own if lookup is None else with_lookup(own, lookup, max_drafts, device)
+            self.add_context(context, positions, cache)
+            return DraftOutput(anchor_ids.new_zeros(anchor_ids.shape[0], 0))
+        anchor_ids = anchor_ids.to(self.device)
+        embed = functools.partial(embed_tokens, target, dtype=self.dtype, device=self.device)
+        states = self._block_states(embed, anchor_ids, context, positions, cache)[:, :n]  # z of the drafts
+        base_logits = target_logits(target, states)  # [batch, n, V_target]
+        if not isinstance(logits_processor, DraftProcessors):
+            logits_processor = DraftProcessors(logits_processor or [])
+        request = DraftRequest(
+            embed, anchor_ids, states, base_logits, input_ids, logits_processor, noise_columns(noise)
+        )
+        knobs = self.generation_config
+        parallel = knobs.rollout == "parallel" and knobs.use_head and logits_processor.values_only
+        return (parallel_rollout if parallel else sequential_rollout)(self, request)
 
-    def _draft_block(
-        self, target, anchor_ids, context, positions, cache, input_ids, n: int, logits_processor, do_sample: bool
-    ) -> DraftOutput:
-        """The drafter's own proposals: one pass over the block, then the rollout."""
-        config, knobs = self.config, self.generation_config
-        batch_size, device = anchor_ids.shape[0], self.device
-        embed = functools.partial(embed_tokens, target, dtype=self.dtype, device=device)
-        block_ids = anchor_ids.new_full((batch_size, config.block_size), config.mask_token_id)
+    def _block_states(self, embed, anchor_ids, context, positions, cache: DominoCache) -> torch.Tensor:
+        """One pass over the block [anchor, mask, ...]: states `[batch, num_drafts, H]` of the slots that draft."""
+        config = self.config
+        block_ids = anchor_ids.new_full((anchor_ids.shape[0], config.block_size), config.mask_token_id)
         block_ids[:, :1] = anchor_ids
-        slots = torch.arange(config.block_size, device=device)
+        slots = torch.arange(config.block_size, device=self.device)
         block_positions = cache.next_position[:, None] + slots  # the anchor stands right after the context
         mask = cache.block_mask(config.block_size)
-        states = self(embed(block_ids), context, block_positions, positions, mask, cache)
-        first = config.first_draft_slot
-        states = states[:, first : first + n]  # z of the drafts
-        base_logits = base_logits_of(self, target, states, cache)  # [b, n, V_target]
-        plain_greedy = not do_sample and not logits_processor
-        if knobs.rollout == "parallel" and plain_greedy and knobs.use_head:
-            return parallel_rollout(self, embed, anchor_ids, states, base_logits)
-        return sequential_rollout(self, embed, anchor_ids, states, base_logits, input_ids, logits_processor, do_sample)
+        return self(embed(block_ids), context, block_positions, positions, mask, cache)[:, config.first_draft_slot :]
 
-    def _encode_step(self, embeds, state):
+    def encode_step(self, embeds: torch.Tensor, state):
         """One step of the causal encoder, `[b, 1, H]` -> `[b, 1, S]`; the GRU by its cell, which packs nothing."""
         encoder = self.causal_encoder
         if self.config.causal_encoder != "gru":
@@ -435,7 +420,7 @@ class DominoForSpeculation(DominoPreTrainedModel):
             ValueError: other hidden size, layer count or vocabulary, or another device.
         """
         config, text = self.config, target.config.get_text_config(decoder=True)
-        rows = target.get_output_embeddings().weight.shape[0]
+        rows = head_size(target)
         recorded = f" (it was trained for '{config.target_name_or_path}')" if config.target_name_or_path else ""
         for name, ours, theirs in (
             ("hidden size", config.hidden_size, text.hidden_size),
@@ -452,10 +437,11 @@ class DominoForSpeculation(DominoPreTrainedModel):
                 f"the drafter expects a vocabulary of {config.vocab_size}{recorded}, the target's LM head has {rows} "
                 "rows; use the drafter that was trained for this target."
             )
-        if target.device != self.device:
+        place = home_of(target, target.get_input_embeddings())[0]
+        if place != self.device:
             raise ValueError(
-                f"the drafter is on {self.device} and the target on {target.device}; "
-                "move it with `drafter.to(target.device)`."
+                f"the drafter is on {self.device} and the target's embedding on {place}; "
+                f"move it with `drafter.to('{place}')`."
             )
         name = public_name(getattr(target.config, "_name_or_path", None))
         known = public_name(config.target_name_or_path)

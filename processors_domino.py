@@ -1,12 +1,19 @@
-"""`generate`'s logits processors on rows of different lengths: what kinds there are, and how each is applied."""
+"""Which of `generate`'s logits processors a draft may go through.
+
+Verification calls every processor as plain decoding does. Drafting looks ahead, so it calls only processors of the
+library that have no memory and run no code of the caller's.
+"""
 
 from __future__ import annotations
 
-import torch
-from transformers.generation import logits_process
+from collections.abc import Iterable
 
-# Processors that look at the logits alone: all rows and positions go through them in one call.
-PREFIX_FREE = tuple(
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process, stopping_criteria
+
+# Processors whose result for an id depends on the logits alone and treats all ids alike: a pool of ids will do.
+VALUES_ONLY = tuple(
     getattr(logits_process, name)
     for name in (
         "TemperatureLogitsWarper",
@@ -18,68 +25,44 @@ PREFIX_FREE = tuple(
         "EtaLogitsWarper",
         "InfNanRemoveLogitsProcessor",
         "LogitNormalization",
-        "SuppressTokensLogitsProcessor",
     )
 )
-# Of these, the ones that treat all ids alike: what they make of some logits does not hang on ids without a chance.
-VALUES_ONLY = tuple(kind for kind in PREFIX_FREE if kind is not logits_process.SuppressTokensLogitsProcessor)
-# Processors that know rows by their number in the batch; a caller's own may, so they count among these.
-ROW_NUMBERED = (
-    logits_process.PrefixConstrainedLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-    logits_process.EncoderNoRepeatNGramLogitsProcessor,
-)
-# Processors with a memory of the calls made to them: they may only ever see committed prefixes, each once.
-STATEFUL = (
+# Processors that remember calls, run forwards of their own, or call a function of the user's.
+NOT_FOR_DRAFTS = (
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     logits_process.SynthIDTextWatermarkLogitsProcessor,
+    logits_process.PrefixConstrainedLogitsProcessor,
 )
 
 
-class RowProcessors:
-    """`generate`'s logits processors, applied to rows of different lengths, each with exactly its own prefix."""
+class DraftProcessors:
+    """Those of a call's processors that drafts go through, in their order.
 
-    def __init__(self, processors, batch_size: int):
-        self.processors = logits_process.LogitsProcessorList(processors)
-        self.batch_size = batch_size
-        self.active = list(range(batch_size))
-        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
-        self.row_numbered = batch_size > 1 and any(
-            isinstance(x, ROW_NUMBERED) or type(x).__module__ != logits_process.__name__ for x in processors
-        )
-        self.stateful = any(isinstance(x, STATEFUL) for x in processors)
+    Args:
+        processors: as `generate` prepared them, or any list.
+
+    Attributes:
+        values_only (bool): whether logits of a few ids may stand for those of all.
+    """
+
+    def __init__(self, processors: Iterable):
+        ours = [p for p in processors if type(p).__module__ == logits_process.__name__]
+        self.processors = LogitsProcessorList(p for p in ours if not isinstance(p, NOT_FOR_DRAFTS))
+        self.values_only = all(type(p) in VALUES_ONLY for p in self.processors)
 
     def __bool__(self) -> bool:
         return len(self.processors) > 0
 
-    def __call__(self, rows: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
-        """Processed logits `[batch, V]` given one committed-or-drafted prefix `[length]` a row."""
-        if not self.processors:
-            return logits
-        if self.prefix_free:
-            return self.processors(rows[0][None], logits)
-        lengths = {len(row) for row in rows}
-        if len(lengths) == 1 and len(rows) == self.batch_size:
-            return self.processors(torch.stack(rows), logits)
-        return torch.cat([self._one_row(i, row[None], logits[i : i + 1]) for i, row in enumerate(rows)])
+    def __call__(self, input_ids: torch.LongTensor, logits: torch.Tensor) -> torch.Tensor:
+        """Processed logits `[batch, V]` behind prefixes `[batch, length]`; `logits` stays as it is."""
+        return self.processors(input_ids, logits.clone()) if self.processors else logits
 
-    def _one_row(self, i: int, row: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if not self.row_numbered:
-            return self.processors(row, logits)
-        number = self.active[i]
-        batch = row.expand(self.batch_size, -1).contiguous(), logits.repeat(self.batch_size, 1)
-        return self.processors(*batch)[number : number + 1]
+    def without_prefixes(self) -> DraftProcessors:
+        """Those that need no prefix."""
+        return DraftProcessors(p for p in self.processors if type(p) in VALUES_ONLY)
 
 
-def reads_values_only(processors) -> bool:
-    """Whether all of a `RowProcessors`, or of any list, may be given the logits of some ids instead of all."""
-    listed = processors.processors if isinstance(processors, RowProcessors) else processors
-    return all(type(processor) in VALUES_ONLY for processor in listed)
-
-
-def process_logits(processors, rows: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
-    """Apply a `RowProcessors`, or any list of processors, to logits `[batch, V]` of rows with these prefixes."""
-    if not isinstance(processors, RowProcessors):
-        processors = RowProcessors(processors, len(rows))
-    return processors(rows, logits)
+def all_from_library(processors: Iterable, criteria: Iterable) -> bool:
+    """Whether no code of the caller's looks at the scores: rows that are done may then hold anything."""
+    library = (logits_process.__name__, stopping_criteria.__name__)
+    return all(type(x).__module__ in library for x in [*processors, *criteria])

@@ -1,34 +1,24 @@
-"""All that the loop and the training ask of a target: layers, taps, embedding, LM head, its cache.
+"""All that is asked of a target: layers, taps, embedding, LM head, verification inputs, its cache.
 
-The cache is kept as the loop needs it: appending copies nothing, and rows may keep different numbers of tokens.
-
-The library's layer joins old and new keys by `torch.cat`, which copies the whole context for every token. Here each
-layer writes into spare room behind its keys, and `keys` and `values` are views of what is in use.
-
-Memory is bounded by what was committed, L columns of the longest row:
-- spare room is at most `slack(L)` columns when a layer has just grown, and a layer grows only when it is full;
-- columns of rejected drafts are dropped at the end of their round where no row kept them. Where some row did, the
-  other rows keep a masked hole there: nothing moves. When there are more than `slack(L)` holes, all rows are gathered
-  to the right in one copy, so holes cost a copy once in a while and never more than `slack(L)` columns.
-Together at most L + 2 * slack(L) columns plus the block in flight, about 1.13 L.
-
-Sliding windows count columns, not tokens, so a cache with sliding layers keeps no holes: after a round in which rows
-kept different numbers, rows are shifted right at once.
+Nothing here knows model types by name. What a target can do is found out by asking it.
 """
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .kernels_domino import linear
 
+# Spare columns behind a cache layer's keys: this share of its length, and at least so many.
 SLACK_SHARE = 16
-LEAST_SLACK = 8
+LEAST_SLACK = 64
 
 # Layers and taps ------------------------------------------------------------------------------------------------
 
@@ -52,16 +42,22 @@ def position_limit(target) -> int | None:
 
 
 class TappedStates:
-    """Outputs of the tapped layers, collected by forward hooks; version-proof, and nothing else is kept."""
+    """Outputs of the tapped layers, collected by forward hooks; version-proof, and nothing else is kept.
+
+    Only forwards of the thread that made it are collected: others may run the same target meanwhile.
+    """
 
     def __init__(self, layer_ids: list[int]):
         self.layer_ids = layer_ids
+        self._thread = threading.get_ident()
         self._captured: dict[int, list[torch.Tensor]] = {i: [] for i in layer_ids}
 
     def hook(self, layer_id: int):
         """Forward hook of one layer."""
 
         def keep(module, arguments, output):
+            if threading.get_ident() != self._thread:
+                return
             self._captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
 
         return keep
@@ -104,12 +100,7 @@ def tapped_states(target, layer_ids: list[int]):
             handle.remove()
 
 
-def cache_key(target, model_kwargs: dict) -> str:
-    """Name under which this version of the library passes the cache to `forward`."""
-    return "cache" if "cache" in model_kwargs else "past_key_values"
-
-
-# Embedding and LM head ------------------------------------------------------------------------------------------
+# Embedding and LM head -------------------------------------------------------------------------------------------
 
 
 def _is_bare(layer: nn.Module) -> bool:
@@ -118,29 +109,47 @@ def _is_bare(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and layer.bias is None and not hooks
 
 
-def embed_tokens(target: PreTrainedModel, token_ids: torch.Tensor, *, dtype, device) -> torch.Tensor:
+def home_of(target: PreTrainedModel, layer: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and floating dtype of what a layer is called with, also where its weights are offloaded or quantised."""
+    weight = getattr(layer, "weight", None)
+    weight = weight if torch.is_tensor(weight) else None
+    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        device = target.device if weight is None else weight.device
+    if isinstance(device, int) and torch.accelerator.is_available():
+        device = torch.device(torch.accelerator.current_accelerator().type, device)
+    floating = weight is not None and weight.is_floating_point()
+    return torch.device(device), weight.dtype if floating else target.dtype
+
+
+def head_size(target: PreTrainedModel) -> int:
+    """Rows of the target's LM head; more than the vocabulary where the head is padded."""
+    head = target.get_output_embeddings()
+    size = getattr(head, "out_features", None)
+    if size is None and torch.is_tensor(getattr(head, "weight", None)):
+        size = head.weight.shape[0]
+    return size or target.config.get_text_config(decoder=True).vocab_size
+
+
+def embedding_size(target: PreTrainedModel) -> int:
+    """Ids that the target's embedding has rows for."""
+    return target.get_input_embeddings().weight.shape[0]
+
+
+def embed_tokens(
+    target: PreTrainedModel, token_ids: torch.Tensor, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Target embeddings `[..., H]` of ids, in the drafter's dtype."""
     table = target.get_input_embeddings()
-    return table(token_ids.to(table.weight.device)).to(dtype=dtype, device=device)
+    return table(token_ids.to(home_of(target, table)[0])).to(dtype=dtype, device=device)
 
 
-def target_logits(
-    target: PreTrainedModel,
-    states: torch.Tensor,
-    ids: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The target's LM head on states `[..., H]` -> `[..., V_target]`, scaled as the target does.
-
-    With `ids` only their columns; `rows` are the head's weights of these ids, where the caller has them at hand.
-    """
+def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor:
+    """The target's LM head on states `[..., H]` -> `[..., V_target]`, scaled as the target does."""
     head = target.get_output_embeddings()
-    states = states.to(dtype=head.weight.dtype, device=head.weight.device)
-    if ids is None:
-        logits = linear(states, head.weight) if _is_bare(head) else head(states)
-    else:
-        bias = getattr(head, "bias", None)
-        logits = linear(states, head.weight[ids] if rows is None else rows, None if bias is None else bias[ids])
+    device, dtype = home_of(target, head)
+    states = states.to(device=device, dtype=dtype)
+    logits = linear(states, head.weight) if _is_bare(head) else head(states)
     text = target.config.get_text_config(decoder=True)
     if divisor := getattr(text, "logits_scaling", None):
         logits = logits / divisor
@@ -151,18 +160,95 @@ def target_logits(
     return logits
 
 
+# Verification ---------------------------------------------------------------------------------------------------
+
+
+def cache_of(outputs: Any) -> Any:
+    """The cache in a forward's outputs or keyword arguments, under the name that this version of the library uses."""
+    return outputs.get("cache", outputs.get("past_key_values"))
+
+
+def verification_inputs(
+    target: PreTrainedModel, input_ids: torch.LongTensor, drafts: torch.LongTensor, last_outputs: Any, kwargs: dict
+) -> dict[str, Any]:
+    """Arguments of one forward over [anchor, d1..dn], as the library's own plain steps would prepare them.
+
+    Args:
+        input_ids (int `[batch, length]`): committed sequences, the anchor last.
+        drafts (int `[batch, n]`): proposals.
+        last_outputs: of the last step, which the library's bookkeeping between two steps may read.
+        kwargs: what plain decoding hands to `prepare_inputs_for_generation` at this step.
+    """
+    n = drafts.shape[1]
+    kwargs = {name: value for name, value in kwargs.items() if name != "next_sequence_length"}
+    for _ in range(n):  # the bookkeeping of n plain steps: masks, positions, token types grow by one each
+        kwargs = target._update_model_kwargs_for_generation(last_outputs, kwargs)
+    ids = torch.cat([input_ids, drafts], dim=1) if n else input_ids
+    inputs = target.prepare_inputs_for_generation(ids, next_sequence_length=n + 1, **kwargs)
+    if n and "logits_to_keep" in inputs:
+        inputs["logits_to_keep"] = n + 1
+    return inputs
+
+
+class LengthBorders:
+    """Text lengths at which a target's rotary embedding changes its factors, for all tokens of a forward.
+
+    A block across such a length would rotate its first tokens otherwise than plain decoding does.
+
+    Attributes:
+        switches (list[int]): lengths after which other factors hold (long-RoPE).
+        fixed_until (int or None): from this length on every length has factors of its own (dynamic RoPE).
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self.switches: list[int] = []
+        self.fixed_until: int | None = None
+        for module in target.modules():
+            kinds = getattr(module, "rope_type", None)
+            kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+            if any(isinstance(kind, str) and "dynamic" in kind for kind in kinds):
+                known = [int(module.original_max_seq_len), self.fixed_until]
+                self.fixed_until = min(length for length in known if length is not None)
+            if "longrope" in kinds:
+                self.switches += _original_lengths(module.config)
+
+    def __bool__(self) -> bool:
+        return bool(self.switches) or self.fixed_until is not None
+
+    def room(self, length: int, drafts: int) -> int:
+        """How many of `drafts` may stand behind `length` committed tokens, the anchor included."""
+        for border in self.switches:
+            if length - 1 <= border < length + drafts:
+                drafts = max(0, border - length)
+        if self.fixed_until is not None:
+            drafts = max(0, min(drafts, self.fixed_until - length))
+        return drafts
+
+
+def _original_lengths(config: Any) -> list[int]:
+    """Every `original_max_position_embeddings` that a config names, for the text or for one kind of layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    places = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    found = {place.get("original_max_position_embeddings") for place in places}
+    found.add(getattr(config, "original_max_position_embeddings", None))
+    return sorted(int(length) for length in found if length)
+
+
 # Cache ----------------------------------------------------------------------------------------------------------
 
 
 def slack(length: int) -> int:
-    """Columns of room that a cache of `length` columns may waste."""
+    """Spare columns of a cache layer that has just grown to `length` columns."""
     return max(LEAST_SLACK, length // SLACK_SHARE)
 
 
 class SpareRoom:
-    """Appending to a layer's `keys` and `values` in place, while there is room in the buffers they are views of."""
+    """Appending to a layer's `keys` and `values` in place, while there is room in the buffers they are views of.
 
-    # Not to be taken for the library's own layer of its kind where it looks layers up by kind.
+    The library's layer joins old and new keys by `torch.cat`, which copies the whole context for every forward.
+    """
+
+    # Opt out of the library's registry of layers by kind.
     _layer_type = None
 
     @classmethod
@@ -194,11 +280,6 @@ class SpareRoom:
         buffer.narrow(2, start + live.shape[2], new.shape[2]).copy_(new)
         return buffer.narrow(2, start, length)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows; the buffers of all rows go at once, layer by layer."""
-        super().batch_select_indices(indices)
-        self._buffers.clear()
-
 
 def _is_view(live: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Whether `live` is a run of columns of `buffer`; what the library selects or reorders is not."""
@@ -227,9 +308,18 @@ class GrowingSlidingLayer(SpareRoom, DynamicSlidingWindowLayer):
 GROWING = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
 
 
-@contextmanager
-def growing(cache: DynamicCache):
-    """The cache's plain attention layers with spare room for as long as the context lasts, then as they came.
+def can_roll_back(target: PreTrainedModel, cache: Any) -> bool:
+    """Whether a cache can forget its last columns; asked after the prefill, when its layers know what they hold."""
+    layers = getattr(cache, "layers", None)
+    if not layers or not hasattr(cache, "crop"):
+        return False
+    if hasattr(cache, "is_croppable"):
+        return bool(cache.is_croppable)
+    return not getattr(target, "_is_stateful", False) and all(hasattr(layer, "keys") for layer in layers)
+
+
+def prepare_rollback(cache: Any) -> None:
+    """After the prefill: let the cache forget rejected drafts, and let attention layers append without copying.
 
     Layers of other kinds, layers without states of their own and offloaded caches stay as they are.
     """
@@ -238,74 +328,12 @@ def growing(cache: DynamicCache):
     for i, layer in enumerate(cache.layers):
         if type(layer) in GROWING and layer.is_initialized and not getattr(cache, "offloading", False):
             cache.layers[i] = GROWING[type(layer)].adopt(layer)
-    try:
-        yield cache
-    finally:
-        for i, layer in enumerate(cache.layers):
-            if isinstance(layer, SpareRoom):
-                cache.layers[i] = layer = layer.release()
-            if hasattr(layer, "record_past"):
-                layer.record_past = False  # a caller's cache goes on as it came
 
 
-def _gather_layer(layer: DynamicLayer, index: torch.Tensor) -> None:
-    """Keep columns `index` `[batch, length]` of each row."""
-    for name in ("keys", "values"):
-        states = getattr(layer, name)
-        wide = index.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-        setattr(layer, name, states.gather(2, wide))
-        getattr(layer, "_buffers", {}).pop(name, None)
-
-
-def settle(cache: DynamicCache, mask: torch.Tensor | None, new: int, kept: list[int]) -> torch.Tensor | None:
-    """Forget rejected drafts after a round.
-
-    Args:
-        cache: holds the round's `new` columns at its end.
-        mask (bool `[batch, columns]`): columns that are a row's own, the `new` ones included; None for a single row
-            that owns all.
-        new (int): columns of the round, anchor and drafts.
-        kept (list[int]): of each row, how many of them stay, from the left.
-    Returns:
-        bool `[batch, columns left]`: the mask of what the cache holds now.
-    """
-    longest, drop = max(kept), new - max(kept)
-    sliding, ragged = any(cache.is_sliding), min(kept) < longest
-    if sliding and ragged:
-        # Before the crop: a row that moves right needs columns that the crop puts out of the window.
-        mask = _shift(cache, mask, torch.tensor([longest - count for count in kept], device=mask.device))
-    if drop or sliding:
-        cache.crop(-drop)
-    if mask is None:
-        return None
-    mask = mask[:, : mask.shape[1] - drop]
-    if sliding or not ragged:
-        return mask
-    stays = torch.tensor(kept, device=mask.device)[:, None] > torch.arange(longest, device=mask.device)
-    return torch.cat([mask[:, :-longest], mask[:, -longest:] & stays], dim=1)
-
-
-def _shift(cache: DynamicCache, mask: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-    """Move each row right by its shift, over rejected drafts; a layer may hold fewer columns than the mask."""
-    for layer in cache.layers:
-        if layer.is_initialized:
-            # Column j of a row takes what stood `shift` to its left; what wraps around is masked padding.
-            columns = torch.arange(layer.keys.shape[2], device=shifts.device)
-            _gather_layer(layer, (columns[None] - shifts[:, None]) % columns.shape[0])
-    source = torch.arange(mask.shape[1], device=mask.device)[None] - shifts[:, None]
-    return mask.gather(1, source.clamp(min=0)) & (source >= 0)
-
-
-def compact(cache: DynamicCache, mask: torch.Tensor, longest: int) -> torch.Tensor:
-    """Gather rows to the right once holes and padding exceed the slack of `longest`, the longest row's columns.
-
-    Returns the mask `[batch, columns left]`.
-    """
-    if mask.shape[1] - longest <= slack(longest) or any(cache.is_sliding):
-        return mask
-    # A stable sort of False before True: a row's own columns end up at the right, in their order.
-    index = mask.to(torch.uint8).argsort(dim=1, stable=True)[:, -longest:]
-    for layer in cache.layers:
-        if layer.is_initialized:
-            _gather_layer(layer, index)
-    return mask.gather(1, index)
+def end_rollback(cache: Any) -> None:
+    """Give the cache back as it came: the library's own layers, which record nothing."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, SpareRoom):
+            cache.layers[i] = layer = layer.release()
+        if hasattr(layer, "record_past"):
+            layer.record_past = False
