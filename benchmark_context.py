@@ -25,7 +25,7 @@ import torch
 from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.benchmark_report import table_of, wide_console
 from domino_spec.benchmark_timing import WHOLE_BLOCKS, drafting, forced_acceptance, machine, quartiles
-from domino_spec.report_domino import new_figure, save_figure
+from domino_spec.training.card import new_figure, save_figure
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm

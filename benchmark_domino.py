@@ -27,7 +27,6 @@ from pathlib import Path
 
 import torch
 from domino_spec import DominoForSpeculation
-from domino_spec.answer_prompts import ended, left_padded, read_jsonl, tokenize_prompt
 from domino_spec.benchmark_report import (
     FORMAT,
     MAIN_BLOCK,
@@ -40,6 +39,7 @@ from domino_spec.benchmark_report import (
     wide_console,
 )
 from domino_spec.benchmark_timing import drafting, lasted, machine, profile, synchronize, timed_forwards
+from domino_spec.training.answers import ended, left_padded, read_jsonl, tokenize_prompt
 from rich.console import Console
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 from domino_spec.benchmark_timing import quartiles
-from domino_spec.report_domino import new_figure, save_figure
+from domino_spec.training.card import new_figure, save_figure
 from rich.console import Console
 from rich.table import Table
 

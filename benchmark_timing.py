@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from domino_spec.answer_prompts import ended
-from domino_spec.report_domino import processor_name
 from domino_spec.target_domino import growing, tapped_states
+from domino_spec.training.answers import ended
+from domino_spec.training.card import processor_name
 
 WHOLE_BLOCKS = {"num_assistant_tokens_schedule": "constant", "rollout": "sequential", "use_head": True}
 # Tapped states that a draft takes in while it is timed: about what a round commits.

@@ -64,8 +64,8 @@ def make_data(anchors: int, block: int):
 
 def ours(drafter, data, options):
     """This package's step."""
-    from domino_spec.losses_domino import DraftLoss
-    from domino_spec.objective_domino import DominoObjective, TargetStates
+    from domino_spec.training.losses import DraftLoss
+    from domino_spec.training.objective import DominoObjective, TargetStates
 
     target = SimpleNamespace(
         get_input_embeddings=lambda: data.embedding,

@@ -7,7 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation, DraftOutput
-from domino_spec.data_domino import BlockCollator, first_anchors, sample_anchors
+from domino_spec.training.data import BlockCollator, first_anchors, sample_anchors
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -8,8 +8,11 @@ import warnings
 import pytest
 import torch
 from conftest import VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids, save_target
-from domino_spec import DominoForSpeculation, adapter_domino, train_peft
-from domino_spec.adapter_domino import (
+from domino_spec import DominoForSpeculation, train_peft
+from domino_spec.configuration_domino import DominoGenerationConfig
+from domino_spec.head_domino import gru_weights
+from domino_spec.training import adapter as adapter_module
+from domino_spec.training.adapter import (
     DrafterModelConfig,
     attach_adapter,
     check_options,
@@ -19,11 +22,12 @@ from domino_spec.adapter_domino import (
     save_adapter,
     trained_tensors,
 )
-from domino_spec.configuration_domino import DominoGenerationConfig
-from domino_spec.data_domino import BlockCollator
-from domino_spec.head_domino import gru_weights
-from domino_spec.objective_domino import DominoObjective, FeatureScale, simulated_tau, target_states
-from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
+from domino_spec.training.config import DominoTrainingConfig
+from domino_spec.training.data import BlockCollator
+from domino_spec.training.objective import DominoObjective, target_states
+from domino_spec.training.start import FeatureScale
+from domino_spec.training.tau import simulated_tau
+from domino_spec.training.trainer import DominoTrainer
 from peft import PeftModel
 from test_remote_code import run_elsewhere
 
@@ -426,7 +430,7 @@ def test_saved_adapters_work_on_raw_features(scope, tmp_path):
         trainer.save_model(str(tmp_path / "saved"))
         loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
         torch.testing.assert_close(loaded.get_base_model().fc(features), expected, rtol=1e-4, atol=1e-4)
-    saved = {name for name in adapter_domino.load_peft_weights(str(tmp_path / "saved")) if ".fc." in name}
+    saved = {name for name in adapter_module.load_peft_weights(str(tmp_path / "saved")) if ".fc." in name}
     kinds = {"head": set(), "all": {"fc.lora_A.weight", "fc.lora_B.weight"}, "head_full_backbone": {"fc.weight"}}
     assert {name.removeprefix("base_model.model.") for name in saved} == kinds[scope]
 
@@ -466,7 +470,7 @@ def test_resumed_adapters_go_on_exactly(scope, changes, tmp_path):
         trainer.train(resume_from_checkpoint=resume)
         lambdas = [entry["lambda"] for entry in trainer.curve if "lambda" in entry]
         trainer.save_model(str(directory / "end"))
-        weights = adapter_domino.load_peft_weights(str(directory / "end"))
+        weights = adapter_module.load_peft_weights(str(directory / "end"))
         return weights, lambdas, anchors
 
     whole, lambdas, anchors = run(tmp_path / "whole")
@@ -594,15 +598,15 @@ def test_merging_from_the_command_line(tmp_path, capsys):
     save_adapter(model, tmp_path / "adapter")
     call = ["--model_name_or_path", str(tmp_path / "base"), "--adapter_name_or_path", str(tmp_path / "adapter")]
     call += ["--output_dir", str(tmp_path / "out"), "--target_model_name_or_path", "/somewhere/tuned"]
-    adapter_domino.main(call)
+    adapter_module.main(call)
     merged = DominoForSpeculation.from_pretrained(tmp_path / "out")
     assert merged.dtype == torch.bfloat16 and merged.config.target_name_or_path == "tuned"
     assert (tmp_path / "out" / "modeling_domino.py").exists()
     expected = model.merge_and_unload().bfloat16()
     for name, parameter in expected.named_parameters():
         assert torch.equal(parameter, merged.get_parameter(name)), name
-    with pytest.raises(SystemExit, match="adapter_domino: "):
-        adapter_domino.main([*call[:3], str(tmp_path / "nowhere"), *call[4:]])
+    with pytest.raises(SystemExit, match="adapter: "):
+        adapter_module.main([*call[:3], str(tmp_path / "nowhere"), *call[4:]])
 
 
 def test_script_refuses_adapters_as_drafters(tmp_path):

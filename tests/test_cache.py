@@ -8,8 +8,10 @@ import psutil
 import pytest
 import torch
 from conftest import batch_of, drawn, make_drafter, make_target, prompt_ids
-from domino_spec import cache_domino
-from domino_spec.cache_domino import (
+from domino_spec.training import states as states_module
+from domino_spec.training.losses import DraftLoss
+from domino_spec.training.objective import DominoObjective, target_states
+from domino_spec.training.states import (
     DiskStates,
     MemoryStates,
     StatesFormat,
@@ -17,8 +19,7 @@ from domino_spec.cache_domino import (
     row_key,
     supervised_span,
 )
-from domino_spec.losses_domino import DraftLoss
-from domino_spec.objective_domino import DominoObjective, simulated_tau, target_states
+from domino_spec.training.tau import simulated_tau
 from safetensors.torch import load_file
 
 # Rows of different lengths: one answer, two turns with a user's turn behind them, plain text, a bare minimum.
@@ -124,7 +125,7 @@ def test_an_interrupted_cache_is_gone_on_with(tmp_path, monkeypatch, victim):
     target = make_target("llama")
     whole = make_store(None, target)
     fill(whole, target, ROWS)
-    monkeypatch.setattr(cache_domino, "SHARD_BYTES", 1)
+    monkeypatch.setattr(states_module, "SHARD_BYTES", 1)
     replace, done = os.replace, []
 
     def failing(source, destination):
@@ -211,8 +212,8 @@ def test_a_lost_shard_is_named(tmp_path):
 def test_only_what_is_read_is_opened(tmp_path, monkeypatch):
     """A cache may be larger than memory, and have more shards than a process may open."""
     target = make_target("llama")
-    monkeypatch.setattr(cache_domino, "SHARD_BYTES", 1)
-    monkeypatch.setattr(cache_domino, "OPEN_SHARDS", 2)
+    monkeypatch.setattr(states_module, "SHARD_BYTES", 1)
+    monkeypatch.setattr(states_module, "OPEN_SHARDS", 2)
     fill(make_store(tmp_path, target), target, ROWS, batch_tokens=1)
     store = make_store(tmp_path, target)
     keys = [row_key(row["input_ids"], row["supervised"]) for row in ROWS]

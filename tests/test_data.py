@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import MASK_ID, make_target, save_target
 from datasets import Dataset
-from domino_spec.answer_prompts import (
+from domino_spec.train_peft import main as train_main
+from domino_spec.training.answers import (
     AnswerOptions,
     answer,
     answer_batch,
@@ -22,10 +23,9 @@ from domino_spec.answer_prompts import (
     read_jsonl,
     tokenize_prompt,
 )
-from domino_spec.answer_prompts import main as answer_main
-from domino_spec.cache_domino import row_key
-from domino_spec.chat_domino import supervise_turns
-from domino_spec.data_domino import (
+from domino_spec.training.answers import main as answer_main
+from domino_spec.training.chat import supervise_turns
+from domino_spec.training.data import (
     BlockCollator,
     load_mixture,
     load_rows,
@@ -33,7 +33,7 @@ from domino_spec.data_domino import (
     prepare_dataset,
     tokenize_row,
 )
-from domino_spec.train_peft import main as train_main
+from domino_spec.training.states import row_key
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
@@ -547,7 +547,7 @@ def test_mixtures_and_test_splits(tmp_path, call, capsys):
 
 def test_the_answering_script(tmp_path, monkeypatch, capsys):
     save_target(tmp_path / "target", eos_token_id=None)
-    command = ["answer_prompts.py", "--target_model_name_or_path", str(tmp_path / "target"), "--dtype", "float32"]
+    command = ["answers", "--target_model_name_or_path", str(tmp_path / "target"), "--dtype", "float32"]
     command += ["--prompts", write_jsonl(tmp_path / "prompts.jsonl", CHATS)]
     command += ["--output_file", str(tmp_path / "answers.jsonl"), "--max_new_tokens", "4", "--temperature", "0.7"]
     monkeypatch.setattr(sys, "argv", [*command, "--top_p", "0.9", "--max_prompts", "4", "--pack"])
@@ -556,7 +556,7 @@ def test_the_answering_script(tmp_path, monkeypatch, capsys):
     assert (first["temperature"], first["top_p"], first["dtype"]) == (0.7, 0.9, "float32")
     assert len(answers_of(tmp_path / "answers.jsonl.xz")) == 4
     monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match="answer_prompts.py: .*same settings to resume"):
+    with pytest.raises(SystemExit, match="answers: .*same settings to resume"):
         answer_main()
 
 

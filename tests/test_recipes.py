@@ -18,13 +18,15 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from conftest import MASK_ID, batch_of, make_drafter, make_target, prompt_ids, save_target
 from datasets import Dataset
-from domino_spec import DominoForSpeculation, dry_run_domino
-from domino_spec.adapter_domino import DrafterModelConfig
-from domino_spec.dry_run_domino import activation_bytes, build_on_meta, dry_run, gib, optimizer_steps, show
-from domino_spec.objective_domino import DominoObjective
+from domino_spec import DominoForSpeculation
 from domino_spec.train_peft import DominoScriptArguments, drafter_config
 from domino_spec.train_peft import main as train_main
-from domino_spec.trainer_domino import COMPLETE, DominoTrainer, DominoTrainingConfig
+from domino_spec.training import dry_run as dry_run_module
+from domino_spec.training.adapter import DrafterModelConfig
+from domino_spec.training.config import DominoTrainingConfig
+from domino_spec.training.dry_run import activation_bytes, build_on_meta, dry_run, gib, optimizer_steps, show
+from domino_spec.training.objective import DominoObjective
+from domino_spec.training.trainer import COMPLETE, DominoTrainer
 from rich.console import Console
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -212,15 +214,15 @@ def test_an_adaptive_switch_has_a_latest_step(tiny_call):
 def test_trained_parts_follow_requires_grad(tiny_call):
     script, args, model = parse(*tiny_call, "--max_steps", "10", "--stage1_ratio", "0.5")
     drafter, _ = build_on_meta(script, model, drafter_config(script, model))
-    curriculum = dry_run_domino.Curriculum.planned(args, 10)
-    stages = dict(dry_run_domino.trained_rows(drafter, curriculum))
+    curriculum = dry_run_module.Curriculum.planned(args, 10)
+    stages = dict(dry_run_module.trained_rows(drafter, curriculum))
     assert "steps 1 to 5" in stages["stage 1"] and "prefix_gru" not in stages["stage 1"]
     assert stages["stage 2"].endswith("(fc, hidden_norm, layers, norm, prefix_gru, embed_proj)")
     drafter.requires_grad_(False)
     drafter.prefix_gru.requires_grad_(True)
     size = sum(p.numel() for p in drafter.prefix_gru.parameters()) / 1e6
-    assert dict(dry_run_domino.trained_rows(drafter, curriculum))["stage 2"].endswith(f"{size:.2f} M (prefix_gru)")
-    assert dict(dry_run_domino.trained_rows(drafter, None))["stage 1"] == "0.00 M ()"
+    assert dict(dry_run_module.trained_rows(drafter, curriculum))["stage 2"].endswith(f"{size:.2f} M (prefix_gru)")
+    assert dict(dry_run_module.trained_rows(drafter, None))["stage 1"] == "0.00 M ()"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +273,7 @@ def test_data_is_counted_as_a_run_would_use_it(tmp_path, tiny_call, monkeypatch)
     assert data["target states of all rows"] == f"{gib(120 * (9 * 2 + 6) * 32 * 4)} of memory or disk, if kept"
     kept = plan(*tiny_call, "--max_length", "10", "--states_cache_dir", str(tmp_path), "--states_dtype", "bfloat16")
     assert kept["data"]["target states of all rows"] == f"{gib(120 * (9 * 2 + 6) * 32 * 2)} of disk"
-    monkeypatch.setattr(dry_run_domino, "SAMPLED_ROWS", 11)
+    monkeypatch.setattr(dry_run_module, "SAMPLED_ROWS", 11)
     data = plan(*tiny_call, "--max_length", "10")["data"]
     assert data["rows"] == "89 to train on, 32 held out (from the first 11 of 121 rows)"
     assert data["tokens"] == "1210, 726 of them supervised"
@@ -360,12 +362,12 @@ def test_activation_estimate_is_what_a_forward_keeps(tmp_path):
 def test_a_frozen_backbone_keeps_no_activations(tiny_call):
     script, args, model = parse(*tiny_call)
     drafter, target = build_on_meta(script, model, drafter_config(script, model))
-    memory = dict(dry_run_domino.memory_rows(args, drafter, target, 1))
+    memory = dict(dry_run_module.memory_rows(args, drafter, target, 1))
     assert memory["drafter activations"] == gib(activation_bytes(args, drafter.config)) != gib(0)
     assert "gradient buckets of DDP" not in memory
     drafter.requires_grad_(False)
     drafter.embed_proj.requires_grad_(True)
-    memory = dict(dry_run_domino.memory_rows(args, drafter, target, 2))
+    memory = dict(dry_run_module.memory_rows(args, drafter, target, 2))
     trained = sum(p.numel() for p in drafter.embed_proj.parameters())
     assert memory["drafter activations"] == gib(0)
     assert memory["gradients and AdamW states (fp32)"] == gib(12 * trained)

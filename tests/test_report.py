@@ -7,9 +7,11 @@ import re
 import pytest
 import torch
 from conftest import MASK_ID, make_drafter, make_target, prompt_ids, save_target
-from domino_spec import DominoForSpeculation, report_domino
-from domino_spec.objective_domino import DominoObjective, simulated_tau
-from domino_spec.report_domino import (
+from domino_spec import DominoForSpeculation
+from domino_spec.train_peft import DominoScriptArguments
+from domino_spec.train_peft import main as train_main
+from domino_spec.training import card as card_module
+from domino_spec.training.card import (
     CARD_MARK,
     RunFacts,
     answers_settings,
@@ -23,9 +25,10 @@ from domino_spec.report_domino import (
     write_card,
     write_plots,
 )
-from domino_spec.train_peft import DominoScriptArguments
-from domino_spec.train_peft import main as train_main
-from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
+from domino_spec.training.config import DominoTrainingConfig
+from domino_spec.training.objective import DominoObjective
+from domino_spec.training.tau import simulated_tau
+from domino_spec.training.trainer import DominoTrainer
 from huggingface_hub import ModelCard
 
 PNG = b"\x89PNG"
@@ -89,13 +92,13 @@ def curve_of(steps: int = 40, held_out: bool = True) -> list[dict]:
 @pytest.fixture
 def figures(monkeypatch):
     """Figures at the moment they are saved."""
-    seen, save = [], report_domino.save_figure
+    seen, save = [], card_module.save_figure
 
     def keep(figure, path):
         seen.append(figure)
         save(figure, path)
 
-    monkeypatch.setattr(report_domino, "save_figure", keep)
+    monkeypatch.setattr(card_module, "save_figure", keep)
     return seen
 
 

@@ -23,20 +23,16 @@ from conftest import (
     save_target,
 )
 from datasets import Dataset
-from domino_spec import DominoForSpeculation, trainer_domino
-from domino_spec.data_domino import BlockCollator, block_attention_mask, flex_block_mask
-from domino_spec.losses_domino import DraftLoss
-from domino_spec.objective_domino import DominoObjective, FeatureScale
+from domino_spec import DominoForSpeculation
 from domino_spec.train_peft import main as train_main
 from domino_spec.train_peft import train
-from domino_spec.trainer_domino import (
-    COMPLETE,
-    Curriculum,
-    DominoTrainer,
-    DominoTrainingConfig,
-    Plateau,
-    last_complete_checkpoint,
-)
+from domino_spec.training import trainer as trainer_module
+from domino_spec.training.config import DominoTrainingConfig
+from domino_spec.training.data import BlockCollator, block_attention_mask, flex_block_mask
+from domino_spec.training.losses import DraftLoss
+from domino_spec.training.objective import DominoObjective
+from domino_spec.training.start import FeatureScale
+from domino_spec.training.trainer import COMPLETE, Curriculum, DominoTrainer, Plateau, last_complete_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -468,7 +464,7 @@ def killed_run(directory, fatal: int | None) -> int:
     try:
         options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 12}
         trainer = make_trainer(directory, make_rows(), per_device_train_batch_size=2, stage1_ratio=0.4, **options)
-        trainer_domino.rotate_checkpoints = counted(trainer_domino.rotate_checkpoints)
+        trainer_module.rotate_checkpoints = counted(trainer_module.rotate_checkpoints)
         for name in ("_save", "_save_optimizer_and_scheduler", "_save_rng_state", "write_curve", "watch_stage1"):
             setattr(trainer, name, counted(getattr(trainer, name)))
         safetensors.torch.save_file = counted(safetensors.torch.save_file)

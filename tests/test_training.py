@@ -5,24 +5,18 @@ import math
 import pytest
 import torch
 from conftest import BLOCK, MASK_ID, VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids
-from domino_spec import objective_domino
-from domino_spec.data_domino import (
+from domino_spec.target_domino import target_logits
+from domino_spec.training import objective as objective_module
+from domino_spec.training.data import (
     block_attention_mask,
     first_anchors,
     frequent_ids,
     sample_anchors,
 )
-from domino_spec.losses_domino import DraftLoss
-from domino_spec.objective_domino import (
-    DominoObjective,
-    FeatureScale,
-    answer_spans,
-    initialise_from_target,
-    simulated_rounds,
-    simulated_tau,
-    target_states,
-)
-from domino_spec.target_domino import target_logits
+from domino_spec.training.losses import DraftLoss
+from domino_spec.training.objective import DominoObjective, target_states
+from domino_spec.training.start import FeatureScale, initialise_from_target
+from domino_spec.training.tau import answer_spans, simulated_rounds, simulated_tau
 
 # Anchors and blocks -------------------------------------------------------------------------------------------------
 
@@ -200,7 +194,7 @@ def test_matrices_come_in_few_sizes(monkeypatch):
     objective = DominoObjective(
         make_drafter(target), target, frequent_ids=torch.arange(300), num_negatives=256, logits_chunk_size=4 * BLOCK
     )
-    sizes, called, correct = set(), objective_domino.target_logits, objective.corrections
+    sizes, called, correct = set(), objective_module.target_logits, objective.corrections
 
     def watched(target, states, ids, rows):
         sizes.add((len(states), len(ids)))
@@ -211,7 +205,7 @@ def test_matrices_come_in_few_sizes(monkeypatch):
         assert len(encoded) == len(states)
         return correct(states, encoded, ids, rows)
 
-    monkeypatch.setattr(objective_domino, "target_logits", watched)
+    monkeypatch.setattr(objective_module, "target_logits", watched)
     objective.corrections = corrections
     for seed in range(12):
         batch = batch_of(one_row(target, length=20 + seed))

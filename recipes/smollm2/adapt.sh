@@ -17,7 +17,7 @@ python recipes/smollm2/make_prompts.py --output_file "$OUT/prompts.jsonl" --per_
 [ -e "$TUNED" ] || python recipes/smollm2/tune_target.py --target_model_name_or_path "$TARGET" \
     --prompts "$OUT/prompts.jsonl" --output_dir "$OUT" --dtype "$DTYPE"
 # 2. Its answers, to train on and to measure on; and the original's answers to the same, for comparison.
-answer() { python answer_prompts.py --max_new_tokens 96 --answer_batch_size 96 --dtype "$DTYPE" "$@"; }
+answer() { python -m domino_spec.training.answers --max_new_tokens 96 --answer_batch_size 96 --dtype "$DTYPE" "$@"; }
 answer --target_model_name_or_path "$TUNED" --prompts "$OUT/adapt.jsonl" --output_file "$OUT/answers.jsonl"
 answer --target_model_name_or_path "$TUNED" --prompts "$OUT/test.jsonl" --output_file "$OUT/test_answers.jsonl"
 answer --target_model_name_or_path "$TARGET" --prompts "$OUT/test.jsonl" --output_file "$OUT/original_answers.jsonl"

@@ -7,7 +7,7 @@ OUT=${OUT:-runs/train-demo}
 mkdir -p "$OUT"
 TARGET=$(python -m domino_spec.smollm2_target)
 python recipes/smollm2/make_prompts.py --output_file "$OUT/prompts.jsonl" --per_kind 40
-python answer_prompts.py --target_model_name_or_path "$TARGET" --prompts "$OUT/prompts.jsonl" \
+python -m domino_spec.training.answers --target_model_name_or_path "$TARGET" --prompts "$OUT/prompts.jsonl" \
     --output_file "$OUT/answers.jsonl" --max_prompts 32 --max_new_tokens 48 --answer_batch_size 16 --dtype float32
 accelerate launch --cpu train_peft.py --target_model_name_or_path "$TARGET" --dtype float32 \
     --dataset_name "$OUT/answers.jsonl" --output_dir "$OUT/drafter" --eval_rows 4 --max_steps 30 --save_strategy no \

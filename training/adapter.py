@@ -1,6 +1,6 @@
 """LoRA on a drafter by PEFT: what is adapted, what trains, saving, resuming, merging.
 
-    python -m domino_spec.adapter_domino --model_name_or_path DRAFTER --adapter_name_or_path ADAPTER --output_dir OUT
+    python -m domino_spec.training.adapter --model_name_or_path DRAFTER --adapter_name_or_path ADAPTER --output_dir OUT
 
 writes the plain drafter that a drafter and its adapter make together. Only training imports this file: to draft with
 an adapter, PEFT's own `PeftModel.from_pretrained(drafter, ADAPTER)` is enough.
@@ -15,14 +15,13 @@ import sys
 from dataclasses import dataclass, field, fields
 
 import torch
+from domino_spec.configuration_domino import public_name
+from domino_spec.modeling_domino import DominoForSpeculation
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import CONFIG_NAME, ModulesToSaveWrapper, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from trl import ModelConfig
-
-from .configuration_domino import public_name
-from .modeling_domino import DominoForSpeculation
 
 HEAD, ALL, HEAD_FULL_BACKBONE = "head", "all", "head_full_backbone"
 CORRECTION = ["embed_proj.0", "embed_proj.2"]
@@ -66,7 +65,7 @@ def check_options(options: DrafterModelConfig) -> None:
     if options.model_name_or_path and os.path.exists(os.path.join(options.model_name_or_path, CONFIG_NAME)):
         raise ValueError(
             f"'{options.model_name_or_path}' is an adapter, not a drafter; merge it with its drafter by "
-            "`python -m domino_spec.adapter_domino` and go on from the result."
+            "`python -m domino_spec.training.adapter` and go on from the result."
         )
     if not options.use_peft:
         unread = [name for name in given if name.startswith(("lora_", "use_rslora", "use_dora"))]
@@ -321,7 +320,7 @@ def main(arguments: list[str] | None = None) -> None:
             given.model_name_or_path, given.adapter_name_or_path, given.output_dir, given.target_model_name_or_path
         )
     except (ValueError, OSError) as error:
-        sys.exit(f"adapter_domino: {error}")
+        sys.exit(f"adapter: {error}")
     print(f"drafter saved to {given.output_dir}")
 
 

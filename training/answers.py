@@ -1,6 +1,7 @@
 """Let the target answer prompts: the data a drafter is trained on. Batched, resumable, settings recorded.
 
-    python answer_prompts.py --target_model_name_or_path TARGET --prompts prompts.jsonl --output_file answers.jsonl
+    python -m domino_spec.training.answers --target_model_name_or_path TARGET --prompts prompts.jsonl \\
+        --output_file answers.jsonl
 
 Input rows are `{"messages": [...]}` or `{"prompt": ...}`, text or messages. Output rows are what the trainer reads as
 it is: `{"key", "prompt_ids", "completion_ids"}`; token ids, because text that is tokenised again may give other tokens
@@ -21,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from domino_spec.chat_domino import render
+from domino_spec.training.chat import render
 from tqdm.auto import tqdm
 
 # Fields of a generation config that are set for every answer, or that do not change it.
@@ -326,7 +327,7 @@ def main() -> None:
         target.to("cuda" if torch.cuda.is_available() else "cpu")
         answer(target, tokenizer, read_jsonl(script.prompts), script.output_file, options)
     except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"answer_prompts.py: {error}")
+        sys.exit(f"answers: {error}")
     if script.pack:
         print(f"packed without prompts: {pack(script.output_file)}")
 

@@ -22,14 +22,13 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate import PartialState
+from domino_spec.training.answers import prompt_key
+from domino_spec.training.data import BlockCollator
+from domino_spec.training.objective import TargetStates, target_states
 from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
-
-from .answer_prompts import prompt_key
-from .data_domino import BlockCollator
-from .objective_domino import TargetStates, target_states
 
 INDEX = "index.json"
 SHARD_BYTES = 128 * 2**20

@@ -11,10 +11,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
+from domino_spec.configuration_domino import public_name
+from domino_spec.training.answers import read_jsonl
 from huggingface_hub import ModelCard, ModelCardData
-
-from .answer_prompts import read_jsonl
-from .configuration_domino import public_name
 
 CURVE_PLOT = "training_curve.png"
 ACCEPTANCE_PLOT = "acceptance.png"

@@ -1,18 +1,17 @@
-"""What a drafter is trained on: block losses of the base and the corrected logits, and tau from simulated rounds."""
+"""What a drafter is trained on: block losses of the base and the corrected logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from domino_spec.head_domino import add_correction, linear_at
+from domino_spec.modeling_domino import DominoForSpeculation
+from domino_spec.target_domino import embed_tokens, tapped_states, target_logits
+from domino_spec.training.data import block_attention_mask, first_anchors, flex_block_mask
+from domino_spec.training.losses import DraftLoss, chunked_sum
 from torch import nn
 from torch.nn import functional as F
-
-from .data_domino import block_attention_mask, first_anchors, flex_block_mask
-from .head_domino import add_correction, linear_at
-from .losses_domino import DraftLoss, chunked_sum
-from .modeling_domino import DominoForSpeculation
-from .target_domino import decoder_layers, embed_tokens, tapped_states, target_logits
 
 BLOCK_ATTENTION = ("auto", "dense", "flex")
 # A CPU's matrix library compiles a kernel for every new number of rows or ids, so these come in few sizes: ids in
@@ -41,47 +40,6 @@ def target_states(target, layer_ids: list[int], input_ids, attention_mask) -> Ta
         return TargetStates(taps.take(), output.last_hidden_state)
 
 
-class FeatureScale:
-    """Train `fc` on features of unit size, save it for raw ones.
-
-    Tapped states have dimensions thirty times the median; Adam, which moves every weight alike, would let those alone
-    decide. While `active`, a hook divides the features by their root mean square and `fc` holds the rescaled weights.
-    """
-
-    def __init__(self, fc: nn.Linear, scale: torch.Tensor):
-        self.fc, self.scale = fc, scale
-        self.handle = None
-
-    @classmethod
-    @torch.no_grad()
-    def measure(cls, drafter, target, batches: list[dict]) -> FeatureScale:
-        """Root mean square of every tapped dimension, the first position left out: its states are of another kind."""
-        total, count = 0.0, 0
-        for batch in batches:
-            states = target_states(
-                target, drafter.config.target_layer_ids, batch["input_ids"], batch["attention_mask"]
-            )
-            kept = states.tapped[:, 1:][batch["attention_mask"][:, 1:].bool()].float()
-            total, count = total + kept.square().sum(0), count + kept.shape[0]
-        return cls(drafter.fc, (total / count).sqrt().clamp(min=1e-3).to(drafter.device))
-
-    @torch.no_grad()
-    def attach(self) -> None:
-        """Move from raw to unit-size features: same function, other weights."""
-        self.fc.weight.mul_(self.scale)
-        self.handle = self.fc.register_forward_pre_hook(lambda module, inputs: (inputs[0] / self.scale,))
-
-    @torch.no_grad()
-    def fold(self) -> None:
-        """Move back, so that the weights work on raw features."""
-        self.handle.remove()
-        self.fc.weight.div_(self.scale)
-
-    def raw(self, weight: torch.Tensor) -> torch.Tensor:
-        """`fc`'s weight in training as the one that works on raw features."""
-        return weight / self.scale.to(weight.device)
-
-
 class DominoObjective(nn.Module):
     """Drafter and frozen target as one module whose forward gives the training loss.
 
@@ -94,7 +52,7 @@ class DominoObjective(nn.Module):
         logits_chunk_size (int): most draft tokens whose logits exist at one time.
         block_attention (str): "dense" for a boolean mask, "flex" for FlexAttention's block mask, which skips what is
             hidden; "auto" takes flex on CUDA.
-        store (`cache_domino.StatesStore`, optional): states computed before; their rows need no target forward.
+        store (`states.StatesStore`, optional): states computed before; their rows need no target forward.
 
     Source: Domino (arXiv 2605.29707), section 3.4; estimated softmax: Bengio and Senecal 2008, adaptive importance
         sampling.
@@ -393,143 +351,3 @@ class _Blocks:
 def _spread(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """`[N]` to the places `[blocks, n]` they were taken from, zero elsewhere."""
     return values.new_zeros(valid.shape).masked_scatter(valid, values)
-
-
-def simulated_rounds(accepted: torch.Tensor, anchors: list[int], end: int) -> list[int]:
-    """Walk one answer as decoding would: each round keeps the accepted drafts and one bonus token.
-
-    Args:
-        accepted (int `[A]`): leading accepted drafts of a block at each anchor.
-        anchors: their positions; end: position of the answer's last token.
-    Returns:
-        tokens kept in each round; their mean over many answers is tau. (The mean of `accepted + 1` over all anchors
-        is not: it visits easy stretches as often as hard ones, while decoding jumps over them.)
-    """
-    at = dict(zip(anchors, accepted.tolist(), strict=True))
-    place, kept = anchors[0], []
-    while place < end:
-        kept.append(min(at.get(place, 0) + 1, end - place))
-        place += kept[-1]
-    return kept
-
-
-def answer_spans(supervised: list[int]) -> list[tuple[int, int]]:
-    """First and last position of every run of supervised tokens: a chat's answers are decoded one by one."""
-    spans, start = [], None
-    for i, flag in enumerate([*supervised, 0]):
-        if flag and start is None:
-            start = i
-        elif not flag and start is not None:
-            spans.append((start, i - 1))
-            start = None
-    return spans
-
-
-@dataclass
-class Walk:
-    """One held-out answer walked as decoding would walk it, by the base and by the final logits.
-
-    Args:
-        rounds: tokens kept in each simulated round. lengths: leading hits + 1 of every anchor.
-    """
-
-    rounds: dict[str, list[int]]
-    lengths: dict[str, list[int]]
-
-
-def walk(objective: DominoObjective, row: dict) -> Walk:
-    """Simulated rounds over all answers of a row."""
-    accepted, anchors = objective.accepted_lengths(row)
-    result = Walk({name: [] for name in accepted}, {name: (x + 1).tolist() for name, x in accepted.items()})
-    for first, end in answer_spans(row["supervised"]):
-        inside = [i for i, anchor in enumerate(anchors) if first <= anchor < end]
-        if inside:
-            part = slice(inside[0], inside[-1] + 1)
-            for name, lengths in accepted.items():
-                result.rounds[name] += simulated_rounds(lengths[part], anchors[part], end)
-    return result
-
-
-def tau_of_walks(walks: list[Walk], num_drafts: int) -> dict[str, float]:
-    """tau of base and final logits from simulated rounds, and what explains it.
-
-    Returns:
-        `tau_base`, `tau_final`; `acceptance_base_1..n`, `acceptance_final_1..n`: share of the rounds in which draft i
-        was kept (the token that ends an answer counts as its round's own); `head_share`: the head's part of the gain
-        over plain decoding, `(tau_final - tau_base) / (tau_final - 1)`, 0 without a gain; `anchor_mean_base`,
-        `anchor_mean_final`: mean of leading hits + 1 over all anchors, which is not tau.
-    """
-    rounds = {name: [kept for one in walks for kept in one.rounds[name]] for name in ("base", "final")}
-    lengths = {name: [length for one in walks for length in one.lengths[name]] for name in ("base", "final")}
-    result = {f"tau_{name}": _mean(kept) for name, kept in rounds.items()}
-    gain = result["tau_final"] - 1
-    result["head_share"] = (result["tau_final"] - result["tau_base"]) / gain if gain > 0 else 0.0
-    for name, kept in rounds.items():
-        for i in range(1, num_drafts + 1):
-            result[f"acceptance_{name}_{i}"] = _mean([tokens > i for tokens in kept])
-    return result | {f"anchor_mean_{name}": _mean(values) for name, values in lengths.items()}
-
-
-def simulated_tau(objective: DominoObjective, rows) -> dict[str, float]:
-    """`tau_of_walks` over held-out rows."""
-    return tau_of_walks([walk(objective, row) for row in rows], objective.config.num_drafts)
-
-
-def _mean(values: list) -> float:
-    """Mean, 0 of nothing."""
-    return sum(values) / max(len(values), 1)
-
-
-def check_source_layers(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
-    """Raise one sentence when draft layers cannot start from these target layers; shapes alone, no weights.
-
-    Raises:
-        ValueError: not one id per draft layer, or layers of another shape.
-    """
-    layers = decoder_layers(target)
-    if len(layer_ids) != len(drafter.layers) or not all(0 <= i < len(layers) for i in layer_ids):
-        raise ValueError(
-            f"init_layers_from_target is {layer_ids}; expected {len(drafter.layers)} layers "
-            f"from 0 to {len(layers) - 1}."
-        )
-    for ours, i in zip(drafter.layers, layer_ids, strict=True):
-        theirs = layers[i].state_dict()
-        for name, parameter in ours.named_parameters():
-            if name in theirs and theirs[name].shape != parameter.shape:
-                raise ValueError(
-                    f"target layer {i} has a {name} of {tuple(theirs[name].shape)}, the draft layer "
-                    f"{tuple(parameter.shape)}; draft layers of other sizes start from noise: drop the option."
-                )
-
-
-@torch.no_grad()
-def initialise_from_target(drafter: DominoForSpeculation, target, layer_ids: list[int]) -> None:
-    """Start the draft layers from target layers of the same shape, which know what the tapped states mean.
-
-    A target without QK-norm gets norm weights of the size its own queries and keys have.
-
-    Raises:
-        ValueError: not one id per draft layer, or layers of another shape.
-    """
-    check_source_layers(drafter, target, layer_ids)
-    layers = decoder_layers(target)
-    for ours, i in zip(drafter.layers, layer_ids, strict=True):
-        theirs = layers[i].state_dict()
-        for name, parameter in ours.named_parameters():
-            if name in theirs:
-                parameter.copy_(theirs[name])
-        for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
-            if f"self_attn.{norm}.weight" not in theirs:
-                # Inputs of a projection are normed: unit mean square, so rows' norms give the outputs' size.
-                scale = layers[i].input_layernorm.weight.float()
-                rows = (theirs[f"self_attn.{projection}.weight"].float() * scale).square().sum(-1)
-                getattr(ours.self_attn, norm).weight.fill_(rows.mean().sqrt().item())
-    # The deepest tap passes through `fc`; the draft layers read it as their originals read their own input.
-    width = drafter.config.hidden_size
-    drafter.fc.weight.mul_(0.1)
-    drafter.fc.weight[:, -width:] += torch.eye(width, device=drafter.fc.weight.device)
-    norms = torch.stack([layers[i].input_layernorm.weight.float() for i in layer_ids])
-    drafter.hidden_norm.weight.copy_(norms.mean(0))
-    final_norm = getattr(target.get_decoder(), "norm", None)
-    if final_norm is not None:
-        drafter.norm.weight.copy_(final_norm.weight)

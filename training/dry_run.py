@@ -12,19 +12,18 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
+from domino_spec.configuration_domino import DominoConfig
+from domino_spec.modeling_domino import DominoForSpeculation
+from domino_spec.training.adapter import attach_adapter, settle_schedule
+from domino_spec.training.data import can_teach, load_rows, tokenize_row
+from domino_spec.training.start import check_source_layers
+from domino_spec.training.states import StatesFormat, kept_dtype
+from domino_spec.training.trainer import Curriculum
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from .adapter_domino import attach_adapter, settle_schedule
-from .cache_domino import StatesFormat, kept_dtype
-from .configuration_domino import DominoConfig
-from .data_domino import can_teach, load_rows, tokenize_row
-from .modeling_domino import DominoForSpeculation
-from .objective_domino import check_source_layers
-from .trainer_domino import Curriculum
 
 # Rows that are tokenised to learn what a row is like; smaller datasets are counted whole.
 SAMPLED_ROWS = 1000

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from datasets import Dataset, concatenate_datasets, load_dataset
-
-from .answer_prompts import load_answers, tokenize_prompt
-from .chat_domino import supervise_turns
+from domino_spec.training.answers import load_answers, tokenize_prompt
+from domino_spec.training.chat import supervise_turns
 
 # Columns that `tokenize_row` reads; others may hold anything and are left where they are.
 COLUMNS = ("messages", "prompt", "completion", "response", "text", "tools", "chat_template_kwargs")
