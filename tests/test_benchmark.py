@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, save_target
-from domino_spec import benchmark_context, benchmark_domino, benchmark_gpu, generation_domino
-from domino_spec.benchmark_domino import KNOBS, METHODS, methods_for, run, run_set
-from domino_spec.benchmark_report import (
+from domino_spec import generation_domino
+from domino_spec.benchmarks import compare, gpu
+from domino_spec.benchmarks import context as context_module
+from domino_spec.benchmarks.compare import KNOBS, METHODS, methods_for, run, run_set
+from domino_spec.benchmarks.report import (
     acceptance,
     comparisons,
     loops,
@@ -17,7 +19,7 @@ from domino_spec.benchmark_report import (
     summarise,
     tau_of,
 )
-from domino_spec.benchmark_timing import drafting, forced_acceptance, passes, profile, quartiles, watch
+from domino_spec.benchmarks.timing import drafting, forced_acceptance, passes, profile, quartiles, watch
 
 OPENING, CLOSING = "<!-- benchmark -->", "<!-- /benchmark -->"
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 62}
@@ -349,7 +351,7 @@ def command(place, *more) -> list[str]:
 
 def test_from_command_line_to_readme(directory, tmp_path, capsys):
     output = tmp_path / "docs"
-    benchmark_domino.main(
+    compare.main(
         command(directory, "--prompts", str(directory / "some.jsonl"), str(directory / "others.jsonl"))
         + ["--output_dir", str(output), "--temperature", "0", "0.7", "--profile", "--profile_prompts", "1"]
         + ["--assistant_model_name_or_path", str(directory / "assistant"), "--max_prompts", "1"]
@@ -357,7 +359,7 @@ def test_from_command_line_to_readme(directory, tmp_path, capsys):
     report = json.loads((output / "benchmark.json").read_text())
     assert list(report["sets"]) == [f"{s}, batch 1, temperature {t}" for t in ("0", "0.7") for s in ("some", "others")]
     for entry in report["sets"].values():
-        assert list(entry["methods"]) == ["plain", *benchmark_domino.DEFAULT_METHODS]
+        assert list(entry["methods"]) == ["plain", *compare.DEFAULT_METHODS]
         for method in entry["methods"].values():
             assert method["equal_texts"] == (1 if entry["temperature"] == 0 else None)
     assert len(report["profiles"]) == 1 and report["profiles"][0]["ratio"] > 0
@@ -368,12 +370,12 @@ def test_from_command_line_to_readme(directory, tmp_path, capsys):
     readme.write_text(f"before\n{OPENING}\n{CLOSING}\nafter\n")
     again = ["--from_json", str(output / "benchmark.json"), "--output_dir", str(output), "--readme", str(readme)]
     (output / "benchmark.png").unlink()
-    benchmark_domino.main(again)
+    compare.main(again)
     assert (output / "benchmark.png").read_bytes().startswith(b"\x89PNG")
     once = readme.read_text()
     assert once.startswith(f"before\n{OPENING}\n") and once.endswith(f"{CLOSING}\nafter\n")
     assert "(docs/benchmark.png)" in once and "achieved / limit" in once and "Temperature 0.7" in once
-    benchmark_domino.main(again)
+    compare.main(again)
     assert readme.read_text() == once
     assert markdown(report, "docs/benchmark.png") in once
     assert "achieved / limit" in capsys.readouterr().out
@@ -381,7 +383,7 @@ def test_from_command_line_to_readme(directory, tmp_path, capsys):
 
 def test_batches_from_a_dataset(directory, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    benchmark_domino.main(
+    compare.main(
         command(directory, "--dataset_name", str(directory / "data"), "--output_dir", str(tmp_path))
         + ["--batch_size", "2", "--methods", "lookup", "domino"]
     )
@@ -410,15 +412,15 @@ def test_one_sentence_for_what_cannot_work(directory, tmp_path, monkeypatch, mor
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     more = [word.format(place=directory) for word in more]
     with pytest.raises(SystemExit) as error:
-        benchmark_domino.main(command(directory, *more, "--output_dir", str(tmp_path)))
-    assert str(error.value).startswith("benchmark_domino.py: ") and words in str(error.value)
+        compare.main(command(directory, *more, "--output_dir", str(tmp_path)))
+    assert str(error.value).startswith("compare: ") and words in str(error.value)
 
 
 def test_an_assistant_of_another_vocabulary_is_refused(directory, tmp_path):
     make_target(vocab_size=VOCAB + 1).save_pretrained(tmp_path / "other")
     more = ["--prompts", str(directory / "some.jsonl"), "--assistant_model_name_or_path", str(tmp_path / "other")]
     with pytest.raises(SystemExit, match="vocabulary of 65 and the target one of 64"):
-        benchmark_domino.main(command(directory, *more, "--output_dir", str(tmp_path)))
+        compare.main(command(directory, *more, "--output_dir", str(tmp_path)))
 
 
 # GPU check, on tiny shapes ------------------------------------------------------------------------------------------
@@ -427,7 +429,7 @@ SHORT = ["--tiny", "--max_new_tokens", "12", "--prompt_tokens", "8", "--repeats"
 
 
 def test_the_gpu_check_runs_whole(tmp_path, capsys):
-    benchmark_gpu.main([*SHORT, "--accepted", "4", "mixed", "--output_dir", str(tmp_path)])
+    gpu.main([*SHORT, "--accepted", "4", "mixed", "--output_dir", str(tmp_path)])
     report = json.loads((tmp_path / "benchmark_gpu.json").read_text())
     assert report["lossless"]["equal_texts"] == report["lossless"]["texts"] > 0
     assert report["lossless"]["accepted_drafts"] > report["lossless"]["texts"]
@@ -441,7 +443,7 @@ def test_the_gpu_check_runs_whole(tmp_path, capsys):
 def test_the_gpu_check_stops_when_time_is_up_and_when_texts_differ(tmp_path, monkeypatch):
     accept_one_too_many(monkeypatch)
     with pytest.raises(SystemExit, match="texts differ from plain decoding's"):
-        benchmark_gpu.main([*SHORT, "--budget_seconds", "0", "--output_dir", str(tmp_path)])
+        gpu.main([*SHORT, "--budget_seconds", "0", "--output_dir", str(tmp_path)])
     report = json.loads((tmp_path / "benchmark_gpu.json").read_text())
     assert report["cells"] == [] and len(report["left_out"]) == 5
 
@@ -449,13 +451,13 @@ def test_the_gpu_check_stops_when_time_is_up_and_when_texts_differ(tmp_path, mon
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without a GPU")
 def test_without_a_gpu_it_says_so(tmp_path):
     with pytest.raises(SystemExit, match="no CUDA GPU here"):
-        benchmark_gpu.main(["--output_dir", str(tmp_path)])
+        gpu.main(["--output_dir", str(tmp_path)])
 
 
 def test_qwen3_8b_shapes_are_right():
-    config = benchmark_gpu.Qwen3Config(**benchmark_gpu.QWEN3_8B)
+    config = gpu.Qwen3Config(**gpu.QWEN3_8B)
     with torch.device("meta"):
-        target = benchmark_gpu.AutoModelForCausalLM.from_config(config)
+        target = gpu.AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in target.parameters()) == 8_190_735_360  # as published: 8.2 B
 
 
@@ -464,10 +466,10 @@ def test_qwen3_8b_shapes_are_right():
 
 def test_no_round_copies_the_context():
     context = 1024
-    target, drafter = benchmark_context.build(context)
-    rounds = benchmark_context.allocated(target, drafter, context)
+    target, drafter = context_module.build(context)
+    rounds = context_module.allocated(target, drafter, context)
     keys_of_a_layer = context * 4 * 32 * 4
-    assert len(rounds) == benchmark_context.ROUNDS - 1
+    assert len(rounds) == context_module.ROUNDS - 1
     for part in ("target", "loop", "draft"):
         assert max(size for found in rounds for size, _ in found[part]) < keys_of_a_layer / 4
     # What does go over the whole context is the mask: a few bytes a column.
@@ -478,7 +480,7 @@ def test_no_round_copies_the_context():
 def test_a_copy_would_be_seen():
     context = 512
     states = torch.zeros(context, 4, 32)
-    log = benchmark_context.Allocations()
+    log = context_module.Allocations()
     with log:
         log.enter("draft")
         copied = states + 0
@@ -487,11 +489,11 @@ def test_a_copy_would_be_seen():
 
 
 def test_the_context_script(tmp_path, capsys):
-    benchmark_context.main(["--output_dir", str(tmp_path), "--context", "64", "32", "--repeats", "1"])
+    context_module.main(["--output_dir", str(tmp_path), "--context", "64", "32", "--repeats", "1"])
     report = json.loads((tmp_path / "context.json").read_text())
     assert [entry["context"] for entry in report["contexts"]] == [32, 64]
     for entry in report["contexts"]:
-        assert entry["rounds"] == benchmark_context.ROUNDS - 1
+        assert entry["rounds"] == context_module.ROUNDS - 1
         assert all(0 < low <= middle <= high for low, middle, high in entry["seconds"].values())
     assert (tmp_path / "context.png").read_bytes().startswith(b"\x89PNG")
     assert "everything else" in capsys.readouterr().out

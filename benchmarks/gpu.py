@@ -1,8 +1,9 @@
 """What Domino's parts cost on a CUDA GPU at Qwen3-8B's shapes; one go, under 8 minutes, nothing to download.
 
     make bench-gpu                              # or: make bench-gpu GPU_PYTHON=python3, with a CUDA torch of your own
-    python benchmark_gpu.py --output_dir runs/bench-gpu [--batch_size 1 2 4 8 16 32] [--accepted 4 8 15 1 mixed]
-    python benchmark_gpu.py --output_dir OUT --tiny       # the same script on tiny shapes, also without a GPU
+    python -m domino_spec.benchmarks.gpu --output_dir runs/bench-gpu \\
+        [--batch_size 1 2 4 8 16 32] [--accepted 4 8 15 1 mixed]
+    python -m domino_spec.benchmarks.gpu --output_dir OUT --tiny    # on tiny shapes, also without a GPU
 
 Target and drafter have Qwen3-8B's sizes (from config values) and random bf16 weights, so no text and no tau of theirs
 means anything: how many drafts are accepted is forced (`forced_acceptance`), round by round as `--accepted` says.
@@ -25,8 +26,8 @@ from pathlib import Path
 
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation
-from domino_spec.benchmark_report import table_of, wide_console
-from domino_spec.benchmark_timing import drafting, machine, profile
+from domino_spec.benchmarks.report import table_of, wide_console
+from domino_spec.benchmarks.timing import drafting, machine, profile
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
@@ -221,11 +222,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     if not cuda and not arguments.tiny:
-        sys.exit("benchmark_gpu.py: no CUDA GPU here; run it where torch sees one, or with --tiny to try it on a CPU.")
+        sys.exit("gpu: no CUDA GPU here; run it where torch sees one, or with --tiny to try it on a CPU.")
     if arguments.batch_size is None:
         arguments.batch_size = [1, 2] if arguments.tiny else [1, 2, 4, 8, 16, 32]
     if min(arguments.batch_size) < 1 or arguments.repeats < 1 or arguments.max_new_tokens < 2:
-        sys.exit("benchmark_gpu.py: expected batch_size and repeats of at least 1, and max_new_tokens of at least 2.")
+        sys.exit("gpu: expected batch_size and repeats of at least 1, and max_new_tokens of at least 2.")
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
     console = wide_console()
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
         console.print(f"left out for time: {report['left_out']}")
     console.print(f"written to {write(report, arguments.output_dir)}")
     if report["lossless"]["equal_texts"] != report["lossless"]["texts"]:
-        sys.exit(f"benchmark_gpu.py: texts differ from plain decoding's: {report['lossless']}; this is a bug.")
+        sys.exit(f"gpu: texts differ from plain decoding's: {report['lossless']}; this is a bug.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time and peak memory of one training step beside specforge's Domino model: same weights, rows, anchors and loss.
 
     pip install --no-deps specforge==0.2.0        # in an environment of its own; never a dependency of this package
-    python recipes/compare_specforge.py           # runs each in a process of its own, in turns; prints the ratios
+    python -m domino_spec.benchmarks.specforge_step # runs each in a process of its own, in turns; prints the ratios
 
 Both get the target's states ready made; a step is forward, backward and AdamW in float32 on the CPU, with a random
 vocabulary of 49152 and every slot of every block supervised. The two losses must agree before anything is timed.
@@ -141,7 +141,7 @@ def main() -> None:
     results = {"domino": [], "specforge": []}
     for _ in range(options.turns):
         for name, rows in results.items():
-            command = [sys.executable, __file__, *sys.argv[1:], "--run", name]
+            command = [sys.executable, "-m", "domino_spec.benchmarks.specforge_step", *sys.argv[1:], "--run", name]
             output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             rows.append(json.loads(output.splitlines()[-1]))
     for name, rows in results.items():

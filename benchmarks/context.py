@@ -1,6 +1,7 @@
 """Time and memory of a round as the context grows, on a tiny target with random weights built in place.
 
-    python benchmark_context.py --output_dir runs/context [--context 256 512 1024 2048 4096 8192] [--repeats 5]
+    python -m domino_spec.benchmarks.context --output_dir runs/context \\
+        [--context 256 512 1024 2048 4096 8192] [--repeats 5]
 
 A round should cost what its new tokens cost, plus attention over the context: nothing else may grow with the context,
 and nothing of the context may be copied. Time is split into drafting, target forward and everything else (the loop);
@@ -23,8 +24,8 @@ from pathlib import Path
 
 import torch
 from domino_spec import DominoConfig, DominoForSpeculation
-from domino_spec.benchmark_report import table_of, wide_console
-from domino_spec.benchmark_timing import WHOLE_BLOCKS, drafting, forced_acceptance, machine, quartiles
+from domino_spec.benchmarks.report import table_of, wide_console
+from domino_spec.benchmarks.timing import WHOLE_BLOCKS, drafting, forced_acceptance, machine, quartiles
 from domino_spec.training.card import new_figure, save_figure
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -256,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args(argv)
     if min(arguments.context) < 1 or arguments.repeats < 1:
-        sys.exit("benchmark_context.py: expected contexts and repeats of at least 1.")
+        sys.exit("context: expected contexts and repeats of at least 1.")
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)
     directory = Path(arguments.output_dir)

@@ -1,18 +1,18 @@
 """Compare Domino with what a user would pick instead: same prompts, one process, methods interleaved per prompt.
 
-    python benchmark_domino.py --draft_model_name_or_path D [--target_model_name_or_path T] --output_dir O \\
-        --prompts FILE.jsonl ... | --dataset_name NAME --dataset_split SPLIT \\
+    python -m domino_spec.benchmarks.compare --draft_model_name_or_path D [--target_model_name_or_path T] \\
+        --output_dir O --prompts FILE.jsonl ... | --dataset_name NAME --dataset_split SPLIT \\
         [--max_prompts 20] [--max_new_tokens 128] [--dtype bfloat16] [--batch_size 1 4 16] [--temperature 0 0.7] \\
         [--assistant_model_name_or_path SMALL] [--methods adaptive "adaptive, no lookup"] [--profile]
 
     # tables, plot and the README's block again, from a JSON kept in the repository
-    python benchmark_domino.py --from_json docs/benchmark.json --output_dir docs --readme README.md
+    python -m domino_spec.benchmarks.compare --from_json docs/benchmark.json --output_dir docs --readme README.md
 
 Methods: plain `generate`; the library's prompt lookup; its assisted generation with a small model, where one is given;
 the drafter with its head off ("parallel only", what DFlash is) and Domino ("domino", also with the parallel rollout),
 with whole blocks every round; and Domino as it decides for itself ("adaptive"), with and without lookup.
 
-`benchmark_report.py` says what tau, wall clock and looping answers are, `benchmark_timing.py` what `--profile` takes
+`report.py` says what tau, wall clock and looping answers are, `timing.py` what `--profile` takes
 the time of. The JSON is written anew after every set, so an interruption loses one set at most.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from domino_spec import DominoForSpeculation
-from domino_spec.benchmark_report import (
+from domino_spec.benchmarks.report import (
     FORMAT,
     MAIN_BLOCK,
     markdown,
@@ -38,7 +38,7 @@ from domino_spec.benchmark_report import (
     summarise,
     wide_console,
 )
-from domino_spec.benchmark_timing import drafting, lasted, machine, profile, synchronize, timed_forwards
+from domino_spec.benchmarks.timing import drafting, lasted, machine, profile, synchronize, timed_forwards
 from domino_spec.training.answers import ended, left_padded, read_jsonl, tokenize_prompt
 from rich.console import Console
 from tqdm.auto import tqdm
@@ -403,7 +403,7 @@ def main(argv: list[str] | None = None) -> None:
             console.print(f"{report['machine']}\nwritten to {write(report, arguments)}")
         show(report, arguments, console)
     except (ValueError, OSError) as error:
-        sys.exit(f"benchmark_domino.py: {error}")
+        sys.exit(f"compare: {error}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a benchmark shows: summaries over prompts, tables, a plot, and the README's block.
 
-All of it is made from the rows of `benchmark_domino.run` or from the JSON written of them, so a published number can
+All of it is made from the rows of `compare.run` or from the JSON written of them, so a published number can
 be traced to a file in the repository.
 """
 
@@ -11,7 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from domino_spec.benchmark_timing import quartiles
+from domino_spec.benchmarks.timing import quartiles
 from domino_spec.training.card import new_figure, save_figure
 from rich.console import Console
 from rich.table import Table
@@ -88,7 +88,7 @@ def summarise(runs: dict[str, list[dict]], greedy: bool = True) -> dict[str, dic
     """Per method: tau and speed against plain, of all prompts and of those whose plain answer loops or does not.
 
     Args:
-        runs: per method, "plain" among them, rows of `benchmark_domino.run` in the order of the prompts.
+        runs: per method, "plain" among them, rows of `compare.run` in the order of the prompts.
         greedy: texts must be equal; sampled ones need not, and are not compared.
     """
     plain = runs["plain"]
@@ -366,7 +366,7 @@ def markdown(report: dict, image: str | None = None, definitions: bool = True) -
         f"{arguments['target_model_name_or_path']}, {arguments['dtype']}, at most {arguments['max_new_tokens']} new "
         f"tokens, up to {arguments['max_prompts']} prompts of each set, one process, {machine['threads']} thread(s) "
         f"on {machine['hardware']}; torch {machine['torch']}, transformers {machine['transformers']}, commit "
-        f"{machine['commit']}. Written by `benchmark_domino.py` from its JSON.",
+        f"{machine['commit']}. Written by `benchmarks/compare.py` from its JSON.",
         *([DEFINITIONS + "\n" + METHOD_WORDS] if definitions else []),
     ]
     blocks[0] = wrapped(blocks[0])

@@ -286,7 +286,7 @@ def profile(target, drafter, batches, options: dict, lengths: list[int] | None =
         options: of `generate`, greedy; `max_new_tokens` decides how long a call is.
         lengths (list[int], optional): numbers of drafts to time; default 1 to all. force: as `watch` takes it.
     Returns:
-        dict: seconds by name, `benchmark_report.profile_rows` has the words. "achieved" is the speedup after the
+        dict: seconds by name, `report.profile_rows` has the words. "achieved" is the speedup after the
         prefill; in a batch it also bears that rows end in different rounds, which the limit does not. What `generate`
         spends on taking the prompt into the drafter counts as drafting.
     Raises:

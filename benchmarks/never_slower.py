@@ -1,6 +1,6 @@
 """What speculation costs where it cannot help, and keeps where it is perfect.
 
-    python recipes/smollm2/never_slower.py [--dtype bfloat16] [--max_new_tokens 256] [--repeats 7]
+    python -m domino_spec.benchmarks.never_slower [--dtype bfloat16] [--max_new_tokens 256] [--repeats 7]
 
 Four ways of writing one answer, in turn, as often as `--repeats`; medians of seconds an answer:
 
