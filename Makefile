@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python demo.py
+	$(BIN)/python -m domino_spec.examples.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest

@@ -201,7 +201,7 @@ def batches(prompts: list[list[int]], batch_size: int, device, pad: int) -> list
 def load_models(arguments):
     """Tokenizer, target, drafter, and the assistant or None."""
     if arguments.target_model_name_or_path is None:
-        from domino_spec.smollm2_target import smollm2_path
+        from domino_spec.examples.smollm2_target import smollm2_path
 
         arguments.target_model_name_or_path = smollm2_path()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -22,7 +22,7 @@ import time
 
 import torch
 from domino_spec import DominoForSpeculation
-from domino_spec.smollm2_target import smollm2_path
+from domino_spec.examples.smollm2_target import smollm2_path
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging

