@@ -6,7 +6,8 @@
         [--assistant_model_name_or_path SMALL] [--methods adaptive "adaptive, no lookup"] [--profile]
 
     # tables, plot and the README's block again, from a JSON kept in the repository
-    python -m domino_spec.benchmarks.compare --from_json docs/results/benchmark.json --output_dir docs/results --readme README.md
+    python -m domino_spec.benchmarks.compare --from_json docs/results/benchmark.json \\
+        --output_dir docs/results --readme README.md
 
 Methods: plain `generate`; the library's prompt lookup; its assisted generation with a small model, where one is given;
 the drafter with its head off ("parallel only", what DFlash is) and Domino ("domino", also with the parallel rollout),

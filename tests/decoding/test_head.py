@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import BLOCK, make_drafter, make_target, prompt_ids
 from domino_spec.head_domino import base_logits_of
 from domino_spec.target_domino import embed_tokens, target_logits
 from domino_spec.training.objective import target_states
 from peft import LoraConfig, get_peft_model
+from tiny import BLOCK, make_drafter, make_target, prompt_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation.logits_process import (

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from conftest import MASK_ID, make_drafter, make_target, prompt_ids, save_target
 from domino_spec import DominoForSpeculation
 from domino_spec.train_peft import DominoScriptArguments
 from domino_spec.train_peft import main as train_main
@@ -30,6 +29,7 @@ from domino_spec.training.objective import DominoObjective
 from domino_spec.training.tau import simulated_tau
 from domino_spec.training.trainer import DominoTrainer
 from huggingface_hub import ModelCard
+from tiny import MASK_ID, make_drafter, make_target, prompt_ids, save_target
 
 PNG = b"\x89PNG"
 

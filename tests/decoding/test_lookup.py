@@ -1,13 +1,13 @@
 """Lookup continuations: what the index proposes, and that neither text nor law change by it."""
 
 import torch
-from conftest import make_drafter, make_target, prompt_ids
 from domino_spec import DraftOutput, generation_domino
 from domino_spec.length_domino import NgramIndex
 from domino_spec.speculation_domino import accept_sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from tiny import make_drafter, make_target, prompt_ids
 
 
 def rescanned(text: list[int], most: int) -> tuple[int, list[int]]:

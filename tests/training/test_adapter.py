@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids, save_target
+from checks import run_elsewhere
 from domino_spec import DominoForSpeculation, train_peft
 from domino_spec.configuration_domino import DominoGenerationConfig
 from domino_spec.head_domino import gru_weights
@@ -29,7 +29,7 @@ from domino_spec.training.start import FeatureScale
 from domino_spec.training.tau import simulated_tau
 from domino_spec.training.trainer import DominoTrainer
 from peft import PeftModel
-from test_remote_code import run_elsewhere
+from tiny import VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids, save_target
 
 SCOPES = ("head", "all", "head_full_backbone")
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from checks import as_inputs, assert_equal_text, biased
-from conftest import (
+from scipy.stats import chi2_contingency, chisquare
+from tiny import (
     VOCAB,
     make_drafter,
     make_target,
@@ -11,7 +12,6 @@ from conftest import (
     ragged,
     scripted,
 )
-from scipy.stats import chi2_contingency, chisquare
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 # Processors ---------------------------------------------------------------------------------------------------------

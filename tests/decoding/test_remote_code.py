@@ -1,14 +1,12 @@
 """A saved directory is all that another machine needs: no package, no cache, no network, another place."""
 
 import json
-import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
-from conftest import make_drafter, make_target, prompt_ids
+from checks import run_elsewhere
 from domino_spec import modeling_domino
+from tiny import make_drafter, make_target, prompt_ids
 
 REPOSITORY = Path(modeling_domino.__file__).parent
 CODE_FILES = (
@@ -25,41 +23,6 @@ CODE_FILES = (
     "modeling_domino.py",
     "custom_generate/generate.py",
 )
-
-# Runs with `python -I`, in an empty directory; `domino_spec` cannot be imported there, whatever is installed.
-PREAMBLE = """
-import json, shutil, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "domino_spec":
-            raise ImportError("domino_spec is blocked in this test")
-
-sys.meta_path.insert(0, Blocked())
-import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin
-
-torch.set_num_threads(1)
-arguments = json.loads(sys.argv[1])
-target = AutoModelForCausalLM.from_pretrained(arguments["target"]).eval()
-ids = torch.tensor([[5, 9, 2, 44, 17, 3]])
-mask = torch.ones_like(ids)
-plain = target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=14, do_sample=False).tolist()
-
-def text(drafter, **kwargs):
-    drafter.last_speculation = None
-    output = target.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=14, do_sample=False, assistant_model=drafter, **kwargs
-    )
-    assert drafter.last_speculation is not None, "plain generation ran"
-    return output.tolist(), drafter.last_speculation.acceptance_lengths
-
-def sentence(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-"""
 
 FIRST = """
 drafter = AutoModel.from_pretrained(arguments["drafter"], trust_remote_code=True)
@@ -89,21 +52,6 @@ result["weights"] = all(torch.equal(x, both[1][name]) for name, x in both[0].ite
 result["knobs"] = second.generation_config.rollout
 print("RESULT" + json.dumps(result))
 """
-
-
-def run_elsewhere(script: str, tmp_path: Path, **arguments) -> dict:
-    """Run a script in a new process that has nothing but the directories it is given."""
-    home, nowhere = tmp_path / "home", tmp_path / "nowhere"
-    home.mkdir()
-    nowhere.mkdir()
-    environment = {key: os.environ[key] for key in ("PATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if key in os.environ}
-    environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HOME": str(home)}
-    code = textwrap.dedent(PREAMBLE + script)
-    command = [sys.executable, "-I", "-c", code, json.dumps({key: str(value) for key, value in arguments.items()})]
-    done = subprocess.run(command, cwd=nowhere, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert not list(nowhere.iterdir())
-    return json.loads(done.stdout.split("RESULT")[-1])
 
 
 def test_saved_directory_works_anywhere(tmp_path):

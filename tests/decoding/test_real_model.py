@@ -8,7 +8,7 @@ from domino_spec.examples.smollm2_target import smollm2_path
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 pytestmark = pytest.mark.real
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [
     "A train travels 60 miles in 1.5 hours. How far does it go in 4 hours at the same speed?",
     "Write a Python function that returns the n-th Fibonacci number.",

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import VOCAB, control, make_drafter, make_target, prompt_ids, ragged, scripted
 from domino_spec.target_domino import GrowingLayer, SpareRoom, compact, growing, settle, slack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import VOCAB, control, make_drafter, make_target, prompt_ids, ragged, scripted
 from transformers import DynamicCache
 
 FAMILIES = {

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MASK_ID, make_target, save_target
 from datasets import Dataset
 from domino_spec.train_peft import main as train_main
 from domino_spec.training.answers import (
@@ -35,6 +34,7 @@ from domino_spec.training.data import (
 )
 from domino_spec.training.states import row_key
 from safetensors.torch import load_file
+from tiny import MASK_ID, make_target, save_target
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -569,7 +569,7 @@ def test_two_processes_share_answering_and_states(tmp_path):
         --num_hidden_layers 1 --block_size 6 --mask_token_id {MASK_ID} --head_hidden_size 8 --head_rank 4
         --num_anchors 4 --eval_rows 1 --max_steps 1 --save_strategy no --disable_tqdm True"""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = str(Path(__file__).parent.parent / "train_peft.py")
+    script = str(Path(__file__).parents[2] / "train_peft.py")
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launcher, script, *arguments.split()], env=environment, capture_output=True, text=True, check=False

@@ -7,7 +7,6 @@ from collections import namedtuple
 import psutil
 import pytest
 import torch
-from conftest import batch_of, drawn, make_drafter, make_target, prompt_ids
 from domino_spec.training import states as states_module
 from domino_spec.training.losses import DraftLoss
 from domino_spec.training.objective import DominoObjective, target_states
@@ -21,6 +20,7 @@ from domino_spec.training.states import (
 )
 from domino_spec.training.tau import simulated_tau
 from safetensors.torch import load_file
+from tiny import batch_of, drawn, make_drafter, make_target, prompt_ids
 
 # Rows of different lengths: one answer, two turns with a user's turn behind them, plain text, a bare minimum.
 MASKS = (

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import VOCAB, make_drafter, make_target, prompt_ids, scripted
 from domino_spec import DominoConfig, DominoForSpeculation, DominoGenerationConfig
+from tiny import VOCAB, make_drafter, make_target, prompt_ids, scripted
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 

@@ -12,16 +12,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from conftest import (
-    BLOCK,
-    batch_of,
-    drawn,
-    make_drafter,
-    make_target,
-    one_row,
-    prompt_ids,
-    save_target,
-)
 from datasets import Dataset
 from domino_spec import DominoForSpeculation
 from domino_spec.train_peft import main as train_main
@@ -33,8 +23,18 @@ from domino_spec.training.losses import DraftLoss
 from domino_spec.training.objective import DominoObjective
 from domino_spec.training.start import FeatureScale
 from domino_spec.training.trainer import COMPLETE, Curriculum, DominoTrainer, Plateau, last_complete_checkpoint
+from tiny import (
+    BLOCK,
+    batch_of,
+    drawn,
+    make_drafter,
+    make_target,
+    one_row,
+    prompt_ids,
+    save_target,
+)
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def make_rows(count: int = 8, length: int = 24, ragged: bool = False) -> list[dict]:

@@ -20,10 +20,10 @@ from checks import (
     eos_at,
     varied_prompt,
 )
-from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, scripted
 from domino_spec import generation_domino, length_domino, target_domino
 from domino_spec.length_domino import Acceptance, AdaptiveLength, Costs, Plan
 from scipy.stats import chi2_contingency, ks_2samp
+from tiny import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, scripted
 from transformers import StoppingCriteriaList
 
 # Choosing -----------------------------------------------------------------------------------------------------------

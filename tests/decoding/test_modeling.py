@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids
 from domino_spec import DominoCache, DominoConfig, DominoForSpeculation
 from domino_spec.head_domino import add_correction
 from domino_spec.target_domino import decoder_layers, embed_tokens, tapped_states, target_logits
 from domino_spec.training.objective import DominoObjective, target_states
 from safetensors.torch import load_file, save_file
+from tiny import BLOCK, VOCAB, make_drafter, make_target, prompt_ids
 from transformers import LogitsProcessorList
 
 VARIANTS = [

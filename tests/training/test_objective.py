@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from conftest import BLOCK, MASK_ID, VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids
 from domino_spec.target_domino import target_logits
 from domino_spec.training import objective as objective_module
 from domino_spec.training.data import (
@@ -17,6 +16,7 @@ from domino_spec.training.losses import DraftLoss
 from domino_spec.training.objective import DominoObjective, target_states
 from domino_spec.training.start import FeatureScale, initialise_from_target
 from domino_spec.training.tau import answer_spans, simulated_rounds, simulated_tau
+from tiny import BLOCK, MASK_ID, VOCAB, batch_of, drawn, make_drafter, make_target, one_row, prompt_ids
 
 # Anchors and blocks -------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from checks import (
     eos_at,
     varied_prompt,
 )
-from conftest import (
+from tiny import (
     BLOCK,
     VOCAB,
     Continuations,

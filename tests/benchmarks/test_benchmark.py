@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from conftest import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, save_target
 from domino_spec import generation_domino
 from domino_spec.benchmarks import compare, gpu
 from domino_spec.benchmarks import context as context_module
@@ -20,6 +19,7 @@ from domino_spec.benchmarks.report import (
     tau_of,
 )
 from domino_spec.benchmarks.timing import drafting, forced_acceptance, passes, profile, quartiles, watch
+from tiny import BLOCK, VOCAB, make_drafter, make_target, prompt_ids, ragged, save_target
 
 OPENING, CLOSING = "<!-- benchmark -->", "<!-- /benchmark -->"
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 62}

@@ -16,7 +16,6 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from conftest import MASK_ID, batch_of, make_drafter, make_target, prompt_ids, save_target
 from datasets import Dataset
 from domino_spec import DominoForSpeculation
 from domino_spec.train_peft import DominoScriptArguments, drafter_config
@@ -28,12 +27,13 @@ from domino_spec.training.dry_run import activation_bytes, build_on_meta, dry_ru
 from domino_spec.training.objective import DominoObjective
 from domino_spec.training.trainer import COMPLETE, DominoTrainer
 from rich.console import Console
+from tiny import MASK_ID, batch_of, make_drafter, make_target, prompt_ids, save_target
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import AutoModelForCausalLM
 from trl import TrlParser
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 LAUNCH = {path.stem: path for path in (ROOT / "recipes" / "accelerate").glob("*.yaml")}
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import MASK_ID, VOCAB, make_drafter, make_target, prompt_ids
 from domino_spec import DominoConfig, DominoForSpeculation
 from domino_spec.configuration_domino import default_target_layer_ids
+from tiny import MASK_ID, VOCAB, make_drafter, make_target, prompt_ids
 from transformers import CONFIG_MAPPING, AutoConfig, T5Config
 
 SIZES = {

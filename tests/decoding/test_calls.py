@@ -14,7 +14,9 @@ from checks import (
     eos_at,
     varied_prompt,
 )
-from conftest import (
+from domino_spec import DominoGenerationConfig, DraftOutput, install_dispatch, remove_dispatch
+from domino_spec.target_domino import decoder_layers
+from tiny import (
     BLOCK,
     MASK_ID,
     VOCAB,
@@ -25,8 +27,6 @@ from conftest import (
     ragged,
     scripted,
 )
-from domino_spec import DominoGenerationConfig, DraftOutput, install_dispatch, remove_dispatch
-from domino_spec.target_domino import decoder_layers
 from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 # F26: unusual calls -------------------------------------------------------------------------------------------------
