@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python demo.py
+	$(BIN)/python -m domino_spec.examples.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -31,14 +31,14 @@ train-demo: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" sh recipes/smollm2/train_demo.sh
 
 bench: $(READY)
-	$(BIN)/python benchmark_domino.py --draft_model_name_or_path . --output_dir runs/bench \
+	$(BIN)/python -m domino_spec.benchmarks.compare --draft_model_name_or_path . --output_dir runs/bench \
 		--prompts recipes/smollm2/bench_prompts.jsonl
 
 # GPU_PYTHON=python3 takes an interpreter that has a CUDA torch and transformers; nothing is installed into it.
 GPU_PYTHON ?= $(BIN)/python
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 	mkdir -p runs/path && ln -sfn "$(CURDIR)" runs/path/domino_spec
-	PYTHONPATH="$(CURDIR)/runs/path" $(GPU_PYTHON) benchmark_gpu.py --output_dir runs/bench-gpu
+	PYTHONPATH="$(CURDIR)/runs/path" $(GPU_PYTHON) -m domino_spec.benchmarks.gpu --output_dir runs/bench-gpu
 
 quality: $(READY)
 	$(BIN)/ruff check .

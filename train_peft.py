@@ -1,7 +1,8 @@
 """Train a Domino drafter for a frozen target.
 
     # 1. let the target answer prompts
-    python answer_prompts.py --target_model_name_or_path TARGET --prompts prompts.jsonl --output_file answers.jsonl
+    python -m domino_spec.training.answers --target_model_name_or_path TARGET --prompts prompts.jsonl \\
+        --output_file answers.jsonl
     # 2. train on the answers (add --cpu after `launch` on a machine without a GPU)
     accelerate launch train_peft.py --target_model_name_or_path TARGET --dataset_name answers.jsonl \\
         --output_dir runs/drafter --num_hidden_layers 3 --block_size 8 --mask_token_id 3
@@ -27,7 +28,7 @@ import torch
 from accelerate import PartialState
 from datasets import concatenate_datasets
 from domino_spec import DominoConfig, DominoForSpeculation
-from domino_spec.adapter_domino import (
+from domino_spec.training.adapter import (
     DrafterModelConfig,
     attach_adapter,
     check_options,
@@ -35,9 +36,10 @@ from domino_spec.adapter_domino import (
     feature_layer,
     save_adapter,
 )
-from domino_spec.answer_prompts import AnswerOptions, answer, part_files
-from domino_spec.cache_domino import prepare_states
-from domino_spec.data_domino import (
+from domino_spec.training.answers import AnswerOptions, answer, part_files
+from domino_spec.training.card import RunFacts, answers_settings, changed_options, command_line, write_plots
+from domino_spec.training.config import DominoTrainingConfig
+from domino_spec.training.data import (
     BlockCollator,
     frequent_ids,
     load_mixture,
@@ -45,10 +47,11 @@ from domino_spec.data_domino import (
     prepare_dataset,
     prepare_prompts,
 )
-from domino_spec.dry_run_domino import dry_run, show
-from domino_spec.objective_domino import DominoObjective, FeatureScale, initialise_from_target
-from domino_spec.report_domino import RunFacts, answers_settings, changed_options, command_line, write_plots
-from domino_spec.trainer_domino import DominoTrainer, DominoTrainingConfig
+from domino_spec.training.dry_run import dry_run, show
+from domino_spec.training.objective import DominoObjective
+from domino_spec.training.start import FeatureScale, initialise_from_target
+from domino_spec.training.states import prepare_states
+from domino_spec.training.trainer import DominoTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ScriptArguments, TrlParser
 from trl.scripts.utils import DatasetConfig

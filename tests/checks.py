@@ -1,12 +1,54 @@
-"""What tests of generation share: assisted calls beside plain ones, stops that fall inside a block, streams."""
+"""What tests share: assisted calls beside plain ones, stops that fall inside a block, streams, a bare process."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import torch
-from conftest import VOCAB, prompt_ids
 from domino_spec import DraftOutput
+from tiny import VOCAB, prompt_ids
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 KINDS = ("oracle", "wrong", "half")
+
+# Runs with `python -I`, in an empty directory; `domino_spec` cannot be imported there, whatever is installed.
+PREAMBLE = """
+import json, shutil, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "domino_spec":
+            raise ImportError("domino_spec is blocked in this test")
+
+sys.meta_path.insert(0, Blocked())
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin
+
+torch.set_num_threads(1)
+arguments = json.loads(sys.argv[1])
+target = AutoModelForCausalLM.from_pretrained(arguments["target"]).eval()
+ids = torch.tensor([[5, 9, 2, 44, 17, 3]])
+mask = torch.ones_like(ids)
+plain = target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=14, do_sample=False).tolist()
+
+def text(drafter, **kwargs):
+    drafter.last_speculation = None
+    output = target.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=14, do_sample=False, assistant_model=drafter, **kwargs
+    )
+    assert drafter.last_speculation is not None, "plain generation ran"
+    return output.tolist(), drafter.last_speculation.acceptance_lengths
+
+def sentence(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
 
 
 def as_inputs(ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -129,3 +171,18 @@ class RowLimits(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids.shape[1] >= self.limits
+
+
+def run_elsewhere(script: str, tmp_path: Path, **arguments) -> dict:
+    """Run a script in a new process that has nothing but the directories it is given."""
+    home, nowhere = tmp_path / "home", tmp_path / "nowhere"
+    home.mkdir()
+    nowhere.mkdir()
+    environment = {key: os.environ[key] for key in ("PATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if key in os.environ}
+    environment |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HOME": str(home)}
+    code = textwrap.dedent(PREAMBLE + script)
+    command = [sys.executable, "-I", "-c", code, json.dumps({key: str(value) for key, value in arguments.items()})]
+    done = subprocess.run(command, cwd=nowhere, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert not list(nowhere.iterdir())
+    return json.loads(done.stdout.split("RESULT")[-1])

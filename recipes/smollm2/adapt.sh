@@ -10,14 +10,14 @@ SCOPES=${SCOPES:-head all}
 DTYPE=${DTYPE:-bfloat16}
 BF16=$([ "$DTYPE" = bfloat16 ] && echo True || echo False)
 mkdir -p "$OUT"
-TARGET=$(python -m domino_spec.smollm2_target)
+TARGET=$(python -m domino_spec.examples.smollm2_target)
 TUNED="$OUT/SmolLM2-tuned"
 # 1. A target that has drifted, and prompts that neither it nor the drafter has seen.
 python recipes/smollm2/make_prompts.py --output_file "$OUT/prompts.jsonl" --per_kind 6000
 [ -e "$TUNED" ] || python recipes/smollm2/tune_target.py --target_model_name_or_path "$TARGET" \
     --prompts "$OUT/prompts.jsonl" --output_dir "$OUT" --dtype "$DTYPE"
 # 2. Its answers, to train on and to measure on; and the original's answers to the same, for comparison.
-answer() { python answer_prompts.py --max_new_tokens 96 --answer_batch_size 96 --dtype "$DTYPE" "$@"; }
+answer() { python -m domino_spec.training.answers --max_new_tokens 96 --answer_batch_size 96 --dtype "$DTYPE" "$@"; }
 answer --target_model_name_or_path "$TUNED" --prompts "$OUT/adapt.jsonl" --output_file "$OUT/answers.jsonl"
 answer --target_model_name_or_path "$TUNED" --prompts "$OUT/test.jsonl" --output_file "$OUT/test_answers.jsonl"
 answer --target_model_name_or_path "$TARGET" --prompts "$OUT/test.jsonl" --output_file "$OUT/original_answers.jsonl"

@@ -4,8 +4,9 @@ import argparse
 
 import torch
 from domino_spec import DominoForSpeculation
-from domino_spec.data_domino import load_rows, prepare_dataset
-from domino_spec.objective_domino import DominoObjective, simulated_tau
+from domino_spec.training.data import load_rows, prepare_dataset
+from domino_spec.training.objective import DominoObjective
+from domino_spec.training.tau import simulated_tau
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +16,7 @@ def main() -> None:
     parser.add_argument("--target_model_name_or_path", required=True)
     parser.add_argument("--draft_model_name_or_path", required=True)
     parser.add_argument("--adapter_name_or_path")
-    parser.add_argument("--answers", required=True, help="what answer_prompts.py wrote")
+    parser.add_argument("--answers", required=True, help="what training.answers wrote")
     arguments = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.target_model_name_or_path)

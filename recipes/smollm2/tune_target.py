@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from datasets import Dataset
-from domino_spec.answer_prompts import load_answers, prompt_key, read_jsonl, tokenize_prompt
+from domino_spec.training.answers import load_answers, prompt_key, read_jsonl, tokenize_prompt
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer

@@ -1,0 +1,1 @@
+"""Measurements: `python -m domino_spec.benchmarks.compare` and its neighbours."""
