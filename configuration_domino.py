@@ -293,14 +293,14 @@ class DominoGenerationConfig(GenerationConfig):
 
     Args:
         num_assistant_tokens (int, optional): most drafts a round; None drafts whole blocks.
-        num_assistant_tokens_schedule (str): `"adaptive"` drafts as many tokens as pay, none where none do;
+        num_assistant_tokens_schedule (str): `"adaptive"` drafts as many tokens as pay, none if none do;
             `"constant"` always drafts as many as it may.
         assistant_confidence_threshold (float, 0 to 1): a row's drafts end with the one at which the product of their
             confidences falls below it; 0 never ends them.
-        confidence_bias, confidence_slope (float): a draft's confidence is `sigmoid(bias + slope * margin)`, where margin
-            is the distance of its two best corrected logits; fitted on held-out answers.
-        rollout (str): `"sequential"` corrects token after token; `"parallel"` corrects the whole block from its current
-            guess, repeatedly (with processors that read the text, drafts go token after token all the same).
+        confidence_bias, confidence_slope (float): a draft's confidence is `sigmoid(bias + slope * margin)`, where
+            margin is the distance of its two best corrected logits; fitted on held-out answers.
+        rollout (str): `"sequential"` corrects token after token; `"parallel"` corrects the whole block from its
+            current guess, repeatedly (with processors that read the text, drafts go token after token all the same).
         refinement_steps (int, optional): most passes of the parallel rollout; None passes until nothing changes.
         candidate_pool_size (int): correct only so many best base ids of a slot; 0 corrects all.
         lookup (bool): where the last tokens occurred before, their continuation may be proposed instead of the

@@ -1,7 +1,7 @@
 """From backbone states to draft tokens: base logits, the correction head, and the two rollouts.
 
-Takes drafter and target as arguments. Everything that does not depend on the drafted tokens is computed once per block:
-base logits, candidate pools, the backbone's part of `W_down`, the pools' rows of `W_up`. A step is then one step of the
+Takes drafter and target as arguments. Whatever does not depend on the drafted tokens is computed once per block: base
+logits, candidate pools, the backbone's part of `W_down`, the pools' rows of `W_up`. A step is then one step of the
 causal encoder, a product of rank r, and a choice among the pool.
 
 Shapes in the comments: b rows, n drafts, H hidden size, S encoder state, r rank, V vocabulary of the target's head,
@@ -159,7 +159,8 @@ def sequential_rollout(drafter, request: DraftRequest) -> DraftOutput:
             if bool((reached < knobs.assistant_confidence_threshold).all()):
                 break
     confidences = knobs.confidence(torch.stack(margins, dim=1))
-    return DraftOutput(torch.cat(tokens, dim=1), lengths if knobs.assistant_confidence_threshold else None, confidences)
+    ended = bool(knobs.assistant_confidence_threshold)
+    return DraftOutput(torch.cat(tokens, dim=1), lengths if ended else None, confidences)
 
 
 def parallel_rollout(drafter, request: DraftRequest) -> DraftOutput:
@@ -215,13 +216,6 @@ def gru_weights(encoder: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
                     name
                 )
     return weights["weight_ih_l0"], weights["weight_hh_l0"]
-
-
-def linear_at(layer: nn.Module, inputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """`layer(inputs)[..., ids]`; of a bare linear layer without bias only those outputs are worked out."""
-    if type(layer) is nn.Linear:
-        return F.linear(inputs, layer.weight[ids])
-    return layer(inputs)[..., ids]
 
 
 def add_correction(logits: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Products, argmax and top-k over few rows, in the order of work that a CPU does fastest.
+"""Products and top-k over few rows, in the order of work that a CPU does fastest.
 
 Decoding multiplies large matrices by one to a few dozen rows and then reads a row of the vocabulary for its best ids.
 Each function gives what the plain torch call of its name gives, which it makes itself wherever the fast way is not
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 # Above so many rows `F.linear` has amortised rearranging the weight.
 FEW_ROWS = 64
-# Sizes of the pieces whose maxima are looked at first.
-ARGMAX_PIECE, TOPK_PIECE = 128, 32
+# Size of the pieces whose maxima are looked at first.
+TOPK_PIECE = 32
 
 
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,38 +38,6 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return linear(inputs, self.weight, self.bias)
-
-
-def argmax(logits: torch.Tensor) -> torch.LongTensor:
-    """`logits.argmax(-1)`, the first of equals included: `[..., V]` -> `[...]`.
-
-    Maxima are vectorised on a CPU, their places are not: the best piece is found by its maximum, and only it is
-    searched for the place.
-    """
-    if logits.device.type != "cpu" or logits.shape[-1] % ARGMAX_PIECE or logits.stride(-1) != 1:
-        return logits.argmax(-1)
-    pieces = logits.unflatten(-1, (-1, ARGMAX_PIECE))
-    best = pieces.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
-    index = best[..., None].expand(*best.shape, ARGMAX_PIECE)
-    return best[..., 0] * ARGMAX_PIECE + pieces.gather(-2, index)[..., 0, :].argmax(-1)
-
-
-def draw(weights: torch.Tensor) -> torch.LongTensor:
-    """One index of each row, drawn in proportion to its weights, as `torch.multinomial`: `[..., V]` -> `[...]`.
-
-    One random number a row, looked up in the running sum, instead of one for every id.
-
-    Raises:
-        RuntimeError: weights that are no law: negative, infinite or NaN, or all zero.
-    """
-    if weights.device.type != "cpu":
-        return torch.multinomial(weights.flatten(0, -2), 1).view(weights.shape[:-1])
-    sums = weights.double().cumsum(-1)
-    total = sums[..., -1:]
-    if not bool(((total > 0) & (total < torch.inf) & (weights.amin(-1, keepdim=True) >= 0)).all()):
-        raise RuntimeError("cannot draw a token: its probabilities are NaN, infinite, negative or all zero.")
-    place = (torch.rand_like(total) * total).minimum(total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(sums, place, right=True)[..., 0]
 
 
 def topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.LongTensor]:

@@ -118,7 +118,8 @@ class Proposals:
         if not self.rows:  # the drafter's alone, which need not leave their device
             return self.drafted.token_ids[:, : self.width]
         filled = [
-            (row[: self.width] if alive else []) + [0 if alive else self.pad_token_id] * (self.width - len(row) * alive)
+            (row[: self.width] if alive else [])
+            + [0 if alive else self.pad_token_id] * (self.width - len(row) * alive)
             for row, alive in zip(self.rows, self.alive, strict=True)
         ]
         return torch.tensor(filled, dtype=torch.long, device=device).view(len(self.alive), self.width)
@@ -304,9 +305,7 @@ class AdaptiveLength:
 
     # After verification -----------------------------------------------------------------------------------------
 
-    def observe(
-        self, proposals: Proposals, new: list[list[int]], drafting: float | None, rest: float | None
-    ) -> None:
+    def observe(self, proposals: Proposals, new: list[list[int]], drafting: float | None, rest: float | None) -> None:
         """Learn from a round.
 
         Args:

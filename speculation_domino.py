@@ -35,8 +35,8 @@ class DraftOutput:
         if ids.shape[1] > max_drafts:
             raise ValueError(f"draft returned {ids.shape[1]} tokens, expected at most {max_drafts} (max_drafts).")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
-            raise ValueError(f"draft returned ids from {int(ids.min())} to {int(ids.max())}; expected 0 to {num_ids - 1}.")
-
+            low, high = int(ids.min()), int(ids.max())
+            raise ValueError(f"draft returned ids from {low} to {high}; expected 0 to {num_ids - 1}.")
 
     def to(self, device: torch.device) -> DraftOutput:
         """The same on another device."""
@@ -159,7 +159,7 @@ class SpeculationStats:
         rounds = sum(map(len, self.acceptance_lengths))
         return [count / rounds for count in self.accepted_at]
 
-    def record(self, row: int, drafted: int, accepted: int, kept: int, known: int = 0, looked_up: bool = False) -> None:
+    def record(self, row: int, drafted: int, accepted: int, kept: int, known: int, looked_up: bool) -> None:
         """Count one row's round; the first `known` of its proposals were counted in an earlier one."""
         fresh, fresh_accepted = max(0, drafted - known), max(0, accepted - known)
         if looked_up:

@@ -13,7 +13,6 @@ adds to them (waiting, copies, Python) counts as lost.
 from __future__ import annotations
 
 import copy
-import inspect
 import shutil
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from domino_spec.target_domino import growing, tapped_states
+from domino_spec.target_domino import cache_of, prepare_rollback, tapped_states
 from domino_spec.training.answers import ended
 from domino_spec.training.card import processor_name
 
@@ -176,11 +175,12 @@ def passes(target, drafter, ids: torch.Tensor, lengths: list[int]):
         behind the library's own cache), "verify" (drafts + 1 tokens behind the loop's), "draft", and "base" (a draft
         with the head off).
     """
-    key = "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
     batch_size = len(ids)
     with tapped_states(target, drafter.config.target_layer_ids) as taps:
-        plain_cache = target(input_ids=ids[:, :-1], use_cache=True, return_dict=True)[key]
+        outputs = target(input_ids=ids[:, :-1], use_cache=True, return_dict=True)
         states = taps.take()
+    plain_cache = cache_of(outputs)
+    key = next(name for name, value in outputs.items() if value is plain_cache)
     round_cache = copy.deepcopy(plain_cache)
     context = ids.shape[1] - 1
     draft_cache = drafter.new_cache(batch_size)
@@ -209,12 +209,12 @@ def passes(target, drafter, ids: torch.Tensor, lengths: list[int]):
 
     if hasattr(plain_cache, "activate_past_recording"):
         plain_cache.activate_past_recording()  # a sliding window has to be cropped
-    with growing(round_cache):
-        found = {("target", 1): forward(plain_cache, 1)}
-        found |= {("verify", n + 1): forward(round_cache, n + 1) for n in lengths}
-        found |= {("draft", n): draft(n, True) for n in lengths}
-        found["base", max(lengths)] = draft(max(lengths), False)
-        yield found
+    prepare_rollback(round_cache)
+    found: dict[tuple[str, int], tuple] = {("target", 1): forward(plain_cache, 1)}
+    found |= {("verify", n + 1): forward(round_cache, n + 1) for n in lengths}
+    found |= {("draft", n): draft(n, True) for n in lengths}
+    found["base", max(lengths)] = draft(max(lengths), False)
+    yield found
 
 
 @torch.no_grad()

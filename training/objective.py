@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from domino_spec.head_domino import add_correction, linear_at
+from domino_spec.head_domino import add_correction
 from domino_spec.modeling_domino import DominoForSpeculation
 from domino_spec.target_domino import embed_tokens, tapped_states, target_logits
 from domino_spec.training.data import block_attention_mask, first_anchors, flex_block_mask
@@ -17,6 +17,13 @@ BLOCK_ATTENTION = ("auto", "dense", "flex")
 # A CPU's matrix library compiles a kernel for every new number of rows or ids, so these come in few sizes: ids in
 # multiples of this, rows in quarters of a chunk.
 ID_STEP = 256
+
+
+def linear_at(layer: nn.Module, inputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`layer(inputs)[..., ids]`; of a bare linear layer without bias only those outputs are worked out."""
+    if type(layer) is nn.Linear:
+        return F.linear(inputs, layer.weight[ids])
+    return layer(inputs)[..., ids]
 
 
 @dataclass
