@@ -8,8 +8,7 @@ import textwrap
 from pathlib import Path
 
 import torch
-from domino_spec import DraftOutput
-from tiny import VOCAB, prompt_ids
+from tiny import prompt_ids
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -69,6 +68,18 @@ def assert_equal_text(target, drafter, inputs, max_new_tokens: int = 20, **kwarg
     plain, assisted = both(target, drafter, inputs, max_new_tokens, **kwargs)
     assert assisted.tolist() == plain.tolist()
     return plain
+
+
+def assert_same_draws(target, drafter, inputs, max_new_tokens: int = 16, seed: int = 0, **kwargs) -> torch.Tensor:
+    """The sampled text is plain sampling's under the same seed, and the generator stands where plain leaves it."""
+    outputs, states = [], []
+    for extra in ({}, {"assistant_model": drafter}):
+        torch.manual_seed(seed)
+        outputs.append(target.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=True, **kwargs, **extra))
+        states.append(torch.get_rng_state())
+    assert outputs[1].tolist() == outputs[0].tolist()
+    assert torch.equal(*states)
+    return outputs[0]
 
 
 def eos_at(target, inputs, position: int, rows=(0,), **kwargs) -> int:
@@ -131,36 +142,6 @@ class LengthIs(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] == self.length)
-
-
-def biased(drafter, target, bias_scale: float = 0.3):
-    """Draft from the target's law under a fixed bias: often accepted, often rejected, and always another law."""
-    bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(11)) * bias_scale
-    known = {}
-
-    def law(row):
-        if row not in known:
-            with torch.no_grad():
-                known[row] = target(torch.tensor([row])).logits[0, -1] + bias
-        return known[row]
-
-    def draft(target, anchor_ids, context, cache, *, input_ids, max_drafts, logits_processor=None, do_sample=False):
-        assert do_sample
-        rows, tokens, laws = list(input_ids), [], []
-        for _ in range(max_drafts):
-            logits = torch.stack([law(tuple(row.tolist())) for row in rows])
-            if logits_processor is not None:
-                logits = logits_processor(rows, logits)
-            token = torch.multinomial(logits.softmax(-1), 1)
-            rows = [torch.cat([row, token[i]]) for i, row in enumerate(rows)]
-            tokens.append(token)
-            laws.append(logits)
-        if not tokens:
-            return DraftOutput(anchor_ids[:, :0], target.lm_head.weight.new_zeros(len(rows), 0, VOCAB))
-        return DraftOutput(torch.cat(tokens, 1), torch.stack(laws, 1))
-
-    drafter.draft = draft
-    return drafter
 
 
 class RowLimits(StoppingCriteria):

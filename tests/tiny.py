@@ -10,6 +10,17 @@ VOCAB = 64
 MASK_ID = 60
 BLOCK = 6
 FAMILIES = ("qwen3", "llama")
+# Full attention, sliding windows, and both in turn; windows shorter than the texts.
+ATTENTIONS = {
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 8,
+    },
+}
 
 
 def make_target(family: str = "llama", seed: int = 0, **overrides):
@@ -72,9 +83,7 @@ def control(drafter, propose, cut: int | None = None):
     def draft(target, anchor_ids, context_hidden_states, cache, *, input_ids, max_drafts, **kwargs):
         n = min(max_drafts, drafter.config.num_drafts if cut is None else cut)
         tokens = [propose(row, n) for row in input_ids]
-        ids = torch.tensor(tokens, dtype=torch.long).view(len(tokens), n)
-        logits = torch.full((*ids.shape, VOCAB), -30.0).scatter(2, ids[..., None], 30.0)
-        return DraftOutput(ids, logits)
+        return DraftOutput(torch.tensor(tokens, dtype=torch.long).view(len(tokens), n))
 
     drafter.draft = draft
     return drafter
@@ -115,6 +124,20 @@ def scripted(drafter, kind: str, target, **kwargs):
         tokens = right(row, n)
         keep = {"oracle": n, "wrong": 0, "half": 2}[kind]
         return [token if i < keep else (token + 1) % 58 for i, token in enumerate(tokens)]
+
+    return control(drafter, propose)
+
+
+def mixed(drafter, texts, pattern=(3, 0, 5, 1, 6, 2)):
+    """Proposals out of the rows' plain `texts`; how many are right hangs on the text's last token and length."""
+    known = [text.tolist() for text in texts]
+
+    def propose(row, n):
+        row = row.tolist()
+        right = next((text[len(row) :] for text in known if text[: len(row)] == row), [])
+        keep = min(n, len(right), pattern[(row[-1] + len(row)) % len(pattern)])
+        right = (right + [0] * n)[:n]
+        return [token if i < keep else (token + 1) % 58 for i, token in enumerate(right)]
 
     return control(drafter, propose)
 

@@ -2,37 +2,11 @@
 
 import pytest
 import torch
-from domino_spec.target_domino import GrowingLayer, SpareRoom, compact, growing, settle, slack
+from domino_spec.target_domino import GrowingLayer, SpareRoom, end_rollback, prepare_rollback
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, control, make_drafter, make_target, prompt_ids, ragged, scripted
+from tiny import ATTENTIONS, VOCAB, make_drafter, make_target, mixed, prompt_ids, ragged, scripted
 from transformers import DynamicCache
-
-FAMILIES = {
-    "qwen3": {},
-    "llama": {},
-    "mistral": {"sliding_window": 8},
-    "gemma3_text": {
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "query_pre_attn_scalar": 8,
-    },
-}
-
-
-def mixed(drafter, texts, pattern=(3, 0, 5, 1, 6, 2)):
-    """Proposals out of the rows' plain `texts`; how many are right hangs on the text's last token and length."""
-    known = [text.tolist() for text in texts]
-
-    def propose(row, n):
-        row = row.tolist()
-        right = next((text[len(row) :] for text in known if text[: len(row)] == row), [])
-        keep = min(n, len(right), pattern[(row[-1] + len(row)) % len(pattern)])
-        right = (right + [0] * n)[:n]
-        return [token if i < keep else (token + 1) % 58 for i, token in enumerate(right)]
-
-    return control(drafter, propose)
-
 
 def alone(target, inputs, most: int) -> list[list[int]]:
     """New tokens of every row decoded by itself, plainly."""
@@ -51,9 +25,9 @@ def ends_of(texts) -> list[int]:
 @pytest.mark.parametrize(
     ("batch_size", "schedule"), [(1, "adaptive"), (2, "adaptive"), (5, "constant"), (5, "adaptive"), (17, "adaptive")]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENTIONS)
 def test_rows_equal_rows_alone(family, batch_size, schedule):
-    target = make_target(family, **FAMILIES[family])
+    target = make_target(family, **ATTENTIONS[family])
     inputs = ragged([(7 * i + 3) % 11 + 1 for i in range(batch_size)])
     free = alone(target, inputs, 14)
     texts = torch.cat([inputs["input_ids"], torch.tensor(free)], dim=1)
@@ -68,15 +42,16 @@ def test_rows_equal_rows_alone(family, batch_size, schedule):
         lengths.add(stop)
     if batch_size > 2:
         assert len(lengths) > 1
+    if schedule == "constant":
         assert drafter.last_speculation.mean_acceptance_length > 1
 
 
-TARGETS = {family: make_target(family, **extra) for family, extra in FAMILIES.items()}
+TARGETS = {family: make_target(family, **extra) for family, extra in ATTENTIONS.items()}
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
-    family=st.sampled_from(list(FAMILIES)),
+    family=st.sampled_from(list(ATTENTIONS)),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     most=st.integers(1, 14),
     block=st.integers(2, 7),
@@ -141,50 +116,22 @@ def test_appending_copies_nothing_and_writes_nowhere_else():
     filled = torch.randn(2, 2, 30, 8)
     for i in range(4):
         cache.update(filled, filled + 1, i)
-    with growing(cache):
-        layer = cache.layers[0]
-        assert type(layer) is GrowingLayer
-        reference = filled
-        for step in range(40):
-            new = torch.randn(2, 2, 3, 8)
-            place = layer.keys.untyped_storage().data_ptr()
-            room = layer._buffers.get("keys", filled).shape[2] - layer.keys.shape[2]
-            keys, values = cache.update(new, new + 1, 0)
-            assert (keys.untyped_storage().data_ptr() == place) == (step > 0 and room >= 3)
-            reference = torch.cat([reference, new], dim=2)[:, :, : 31 + step]
-            cache.layers[0].crop(-2)
-            assert torch.equal(layer.keys, reference) and torch.equal(layer.values, reference + 1)
+    prepare_rollback(cache)
+    layer = cache.layers[0]
+    assert type(layer) is GrowingLayer
+    reference = filled
+    for step in range(40):
+        new = torch.randn(2, 2, 3, 8)
+        place = layer.keys.untyped_storage().data_ptr()
+        room = layer._buffers.get("keys", filled).shape[2] - layer.keys.shape[2]
+        keys, values = cache.update(new, new + 1, 0)
+        assert (keys.untyped_storage().data_ptr() == place) == (step > 0 and room >= 3)
+        reference = torch.cat([reference, new], dim=2)[:, :, : 31 + step]
+        cache.layers[0].crop(-2)
+        assert torch.equal(layer.keys, reference) and torch.equal(layer.values, reference + 1)
+    end_rollback(cache)
     assert torch.equal(filled, cache.layers[1].keys), "a caller's tensor was written to"
     assert not any(isinstance(layer, SpareRoom) for layer in cache.layers)
-
-
-def test_settled_and_compacted_rows_keep_their_columns():
-    """Columns carry their own number: after any rounds each row's unmasked ones are what it kept, in order."""
-    cache = DynamicCache(config=make_target().config)
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.arange(20.0).expand(3, 20).clone()
-    mask = torch.ones(3, 20, dtype=torch.bool)
-    mask[1, :6] = False
-    kept = [row[own].tolist() for row, own in zip(numbers, mask, strict=True)]
-
-    def states(values):
-        return values[:, None, :, None].expand(-1, 2, -1, 8).contiguous()
-
-    for i in range(4):
-        cache.update(states(numbers), states(numbers), i)
-    with growing(cache):
-        for step in range(30):
-            new = torch.arange(5.0).expand(3, 5) + 100 * (step + 1)
-            for i in range(4):
-                cache.update(states(new), states(new), i)
-            counts = torch.randint(1, 6, (3,), generator=generator).tolist()
-            mask = settle(cache, torch.cat([mask, torch.ones(3, 5, dtype=torch.bool)], dim=1), 5, counts)
-            kept = [row + new[0, :count].tolist() for row, count in zip(kept, counts, strict=True)]
-            longest = max(map(len, kept))
-            mask = compact(cache, mask, longest)
-            assert mask.shape[1] == cache.get_seq_length() <= longest + slack(longest)
-            for layer in (cache.layers[0], cache.layers[3]):
-                assert [row[own].tolist() for row, own in zip(layer.keys[:, 0, :, 0], mask, strict=True)] == kept
 
 
 def test_returned_cache_is_the_librarys():

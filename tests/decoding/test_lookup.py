@@ -1,13 +1,13 @@
-"""Lookup continuations: what the index proposes, and that neither text nor law change by it."""
+"""Lookup continuations: what the index proposes, and how rows mix their sources."""
+
+import functools
 
 import torch
-from domino_spec import DraftOutput, generation_domino
-from domino_spec.length_domino import NgramIndex
-from domino_spec.speculation_domino import accept_sampled
+from domino_spec import DraftOutput, speculation_domino
+from domino_spec.length_domino import LONGEST_MATCH, AdaptiveLength, NgramIndex, Proposals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
-from tiny import make_drafter, make_target, prompt_ids
+from tiny import BLOCK, make_drafter, make_target, prompt_ids
 
 
 def rescanned(text: list[int], most: int) -> tuple[int, list[int]]:
@@ -19,6 +19,8 @@ def rescanned(text: list[int], most: int) -> tuple[int, list[int]]:
                 longer = list(text)
                 for i in range(most):
                     longer.append(longer[place + i])
+                while size < min(LONGEST_MATCH, place) and text[place - size - 1] == text[-size - 1]:
+                    size += 1
                 return size, longer[len(text) :]
     return 0, []
 
@@ -56,13 +58,13 @@ class SteadyClock:
 
 def test_loops_are_free(monkeypatch):
     """The drafter is a random one: what is accepted is lookup, and the drafter hardly runs."""
-    monkeypatch.setattr(generation_domino, "time", SteadyClock())
+    monkeypatch.setattr(speculation_domino, "time", SteadyClock())
     target = make_target()
     ids = looping_prompt(target)
     drafter = make_drafter(target, schedule="adaptive")
     runs = []
-    block = drafter._draft_block
-    drafter._draft_block = lambda *args: runs.append(1) or block(*args)
+    block = drafter._block_states
+    drafter._block_states = lambda *args: runs.append(1) or block(*args)
     plain = target.generate(ids, max_new_tokens=60, do_sample=False)
     assert target.generate(ids, max_new_tokens=60, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
     stats = drafter.last_speculation
@@ -74,51 +76,30 @@ def test_loops_are_free(monkeypatch):
 
 
 def test_rows_mix_their_sources():
-    """One round: a looked-up row beside drafted ones, each with its own length."""
+    """A batch in which one row repeats itself and another does not: looked-up and drafted tokens in one round."""
+    policy = AdaptiveLength(4, True)
+    for proposed, seconds in ((0, 1.0), (4, 1.1), (0, 1.0), (4, 1.1)):
+        policy.verifying.add(proposed, seconds)
+    proposals = Proposals([[], [], []], [(3, [7, 8, 9, 10, 11]), (0, []), (2, [5])], [True] * 3, 8, 0)
+    proposals.drafted = DraftOutput(torch.tensor([[1, 2, 3, 4]] * 3), None, torch.tensor([[0.3] * 4] + [[0.95] * 4] * 2))
+    policy.choose(proposals)
+    assert proposals.looked_up == [True, False, False]
+    assert proposals.rows == [[7, 8, 9, 10, 11], [1, 2, 3, 4], [1, 2, 3, 4]]
+    ids = proposals.token_ids(torch.device("cpu"))
+    assert ids.shape == (3, proposals.width) and ids[1].tolist()[:4] == [1, 2, 3, 4][: proposals.width]
+
+
+def test_continuations_may_be_longer_than_a_block():
+    """A loop is proposed whole, as far as verifying it pays."""
     target = make_target()
-    drafter = make_drafter(target)
-    ids = prompt_ids(5, batch=3)
-    context = torch.randn(3, 4, 2 * 32, generator=torch.Generator().manual_seed(0))
-
-    def draft(lookup, use_head=True):
-        cache = drafter.new_cache(3)
-        cache.stage(torch.ones(3, 4, dtype=torch.bool), lookup, use_head)
-        with torch.no_grad():
-            return drafter.draft(target, ids[:, -1:], context, cache, input_ids=ids, max_drafts=4)
-
-    own = draft(None)
-    both = draft([None, [7, 8], None])
-    assert both.token_ids[[0, 2]].tolist() == own.token_ids[[0, 2]].tolist()
-    assert both.token_ids[1, :2].tolist() == [7, 8]
-    assert both.lengths.tolist() == [4, 2, 4] and both.looked_up.tolist() == [False, True, False]
-    free = draft([[1, 2, 3, 4, 5], None, [9]], use_head=False)
-    assert free.logits is None and free.lengths.tolist() == [4, 0, 1]
-    assert free.token_ids[0].tolist() == [1, 2, 3, 4] and free.token_ids[2, 0] == 9
-
-
-def test_certain_drafts_leave_the_law_alone():
-    """30,000 rows, looked-up, drafted and cut short: the first two tokens of each follow p."""
-    rows, generator = 30_000, torch.Generator().manual_seed(1)
-    p = torch.randn(3, 6, generator=generator) * 1.5
-    q = torch.randn(2, 6, generator=generator) * 1.5
-    torch.manual_seed(0)
-    target_scores = p.expand(rows, 3, 6)
-    drafted = torch.stack([torch.multinomial(law.softmax(-1), rows, replacement=True) for law in q], dim=1)
-    looked_up = torch.arange(rows) % 3 == 0
-    drafted[looked_up] = torch.tensor([2, 4])
-    lengths = torch.where(torch.arange(rows) % 3 == 1, 1, 2)
-    draft = DraftOutput(drafted, q.expand(rows, 2, 6), lengths, looked_up)
-    alone = DraftOutput(drafted[looked_up], None, None, None)
-    for proposal, scores in ((draft, target_scores), (alone, target_scores[looked_up])):
-        accepted, tokens = accept_sampled(proposal, scores)
-        assert 0 < int((accepted == 0).sum()) < len(tokens) and int(accepted.max()) == 2
-        kinds = [looked_up, torch.arange(rows) % 3 == 1, torch.arange(rows) % 3 == 2]
-        for kind in kinds if proposal is draft else [torch.ones(len(tokens), dtype=torch.bool)]:
-            for place in (0, 1):
-                reached = kind & (accepted >= place)
-                counts = torch.bincount(tokens[reached, place], minlength=6).double()
-                expected = p[place].double().softmax(-1) * counts.sum()
-                assert chisquare(counts.numpy(), expected.numpy()).pvalue > 0.001
+    ids = looping_prompt(target)
+    drafter = make_drafter(target, schedule="adaptive")
+    widths, forward = [], target.forward
+    target.forward = functools.wraps(forward)(
+        lambda *args, **kwargs: widths.append(kwargs["input_ids"].shape[1]) or forward(*args, **kwargs)
+    )
+    target.generate(ids, max_new_tokens=80, do_sample=False, assistant_model=drafter)
+    assert max(widths[1:]) > BLOCK + 1
 
 
 def test_switched_off_lookup_builds_no_index(monkeypatch):

@@ -1,18 +1,14 @@
-"""Logits processors and sampling: each row with its own prefix, and exactly the target's law."""
+"""Processors and sampling: the text is plain decoding's, the generator stands where plain decoding leaves it."""
 
 import pytest
 import torch
-from checks import as_inputs, assert_equal_text, biased
-from scipy.stats import chi2_contingency, chisquare
-from tiny import (
-    VOCAB,
-    make_drafter,
-    make_target,
-    prompt_ids,
-    ragged,
-    scripted,
-)
-from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from checks import as_inputs, assert_equal_text, assert_same_draws, both
+from domino_spec import DraftOutput
+from domino_spec.speculation_domino import NoiseAhead
+from tiny import ATTENTIONS, VOCAB, make_drafter, make_target, mixed, prompt_ids, ragged, scripted
+from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
+
+TARGETS = {family: make_target(family, **extra) for family, extra in ATTENTIONS.items()}
 
 # Processors ---------------------------------------------------------------------------------------------------------
 
@@ -23,52 +19,78 @@ def allowed(batch_id, ids):
     return list(range(parity, 58, 2))
 
 
+def allowed_until_nine(batch_id, ids):
+    """As grammars do: nothing is allowed once the end, 9, was written."""
+    return [] if 9 in ids[7:].tolist() else [int(ids[-1]) % 8, 9]
+
+
 PROCESSORS = {
     "repetition": {"repetition_penalty": 1.8},
     "ngram": {"no_repeat_ngram_size": 2},
     "bad_words": {"bad_words_ids": [[5], [7, 9], [1], [2], [3, 4]]},
     "allowed": {"prefix_allowed_tokens_fn": allowed},
+    "grammar": {"prefix_allowed_tokens_fn": allowed_until_nine, "eos_token_id": 9},
     "suppress": {"suppress_tokens": [1, 2, 3, 4], "begin_suppress_tokens": [5, 6]},
     "forced_end": {"forced_eos_token_id": 8},
-    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "exponential_decay_length_penalty": (3, 1.4)},
+    "penalties": {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "exponential_decay_length_penalty": (3, 1.4),
+        "eos_token_id": 9,
+    },
+    "guidance": {"guidance_scale": 1.5},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
+    "bias": {"sequence_bias": {(3,): -4.0, (5, 6): 3.0}},
 }
 
 
-@pytest.mark.parametrize("kind", ["oracle", "half", "untouched"])
+@pytest.mark.parametrize("kind", ["oracle", "half", "untouched", "adaptive"])
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processors(name, kind):
-    target = make_target("qwen3")
-    kwargs = dict(PROCESSORS[name])
-    if name == "penalties":
-        kwargs["eos_token_id"] = 9
+    target, kwargs = TARGETS["qwen3"], PROCESSORS[name]
     for inputs in (ragged([7, 3, 7]), as_inputs(prompt_ids())):
-        drafter = make_drafter(target)
-        if kind != "untouched":
-            single = {key: value for key, value in kwargs.items() if key == "bad_words_ids"}
-            scripted(drafter, kind, target, **single)
+        if name == "grammar" and len(inputs["input_ids"]) > 1:
+            continue  # the library itself raises once one row of several has ended
+        drafter = make_drafter(target, schedule="adaptive" if kind == "adaptive" else "constant")
+        if kind in ("oracle", "half"):
+            texts = target.generate(**inputs, max_new_tokens=14, do_sample=False, **kwargs)
+            mixed(drafter, texts, (6,) if kind == "oracle" else (2,))
         assert_equal_text(target, drafter, inputs, 14, **kwargs)
 
 
-def test_processors_see_only_their_own_prefix():
-    """Every call gets prefixes that are really prefixes of the text or of text and drafts, never of other rows."""
-    target = make_target()
-    inputs = ragged([7, 4])
-    drafter = scripted(make_drafter(target), "half", target)
-    starts = {tuple(row.tolist()) for row in inputs["input_ids"]}
+class Calls(LogitsProcessor):
+    """Remembers what it was called with, and changes the scores by how often it was called."""
 
-    def check(ids, scores):
-        assert all(tuple(row[:7].tolist()) in starts for row in ids)
-        assert scores.shape[0] == ids.shape[0]
-        return scores
+    def __init__(self):
+        self.seen = []
 
-    assert_equal_text(target, drafter, inputs, logits_processor=[check])
+    def __call__(self, input_ids, scores):
+        self.seen.append((input_ids.tolist(), scores.argmax(-1).tolist()))
+        return scores.roll(len(self.seen) % 3, dims=-1)
+
+
+@pytest.mark.parametrize("kind", ["oracle", "half", "untouched", "adaptive"])
+@pytest.mark.parametrize("lengths", [(7,), (7, 3, 5)])
+def test_processors_see_exactly_plain_decodings_calls(kind, lengths):
+    """Also those with a memory, and in batches: the same prefixes and scores, each once and in the same order."""
+    target, inputs = TARGETS["llama"], ragged(lengths)
+    plain, ours = Calls(), Calls()
+    kwargs = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": [11, 23] if len(lengths) > 1 else None}
+    texts = target.generate(**inputs, **kwargs, logits_processor=[plain])
+    drafter = make_drafter(target, schedule="adaptive" if kind == "adaptive" else "constant")
+    if kind in ("oracle", "half"):
+        mixed(drafter, texts, (6,) if kind == "oracle" else (2,))
+    again = target.generate(**inputs, **kwargs, logits_processor=[ours], assistant_model=drafter)
+    assert again.tolist() == texts.tolist()
+    assert ours.seen == plain.seen
+    if kind == "oracle":
+        assert drafter.last_speculation.mean_acceptance_length > 2
 
 
 @pytest.mark.parametrize("kind", ["oracle", "half", "untouched"])
 def test_processor_with_values_of_its_own_per_row(kind):
     """A caller's processor may hold one bias per row of the batch."""
-    target = make_target()
-    inputs = ragged([7, 3, 7])
+    target, inputs = TARGETS["llama"], ragged([7, 3, 7])
     bias = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     drafter = make_drafter(target)
     if kind != "untouched":
@@ -76,100 +98,143 @@ def test_processor_with_values_of_its_own_per_row(kind):
     assert_equal_text(target, drafter, inputs, 14, logits_processor=[lambda ids, scores: scores + bias])
 
 
-def test_processor_with_a_memory():
-    """Classifier-free guidance runs the target itself and counts its calls: it sees each committed prefix once."""
-    target = make_target()
-    inputs = as_inputs(prompt_ids())
-    drafter = scripted(make_drafter(target), "half", target)
-    assert_equal_text(target, drafter, inputs, 10, guidance_scale=1.5)
-
-
-# F9: sampling -------------------------------------------------------------------------------------------------------
-
-WARPED = {"do_sample": True, "temperature": 0.7, "top_k": 3, "top_p": 0.9}
-
-
-def test_sampling_follows_the_targets_law():
-    """20,000 draws: the two tokens after the prefill's are drafted, and distributed as plain sampling's."""
-    target = make_target(initializer_range=0.2)
-    drafter = biased(make_drafter(target), target)
-    inputs = as_inputs(prompt_ids(4))
-
-    def draws(**extra):
-        parts = []
-        for seed in range(10):
-            torch.manual_seed(seed)
-            kwargs = WARPED | {"max_new_tokens": 4, "num_return_sequences": 2000}
-            parts.append(target.generate(**inputs, **kwargs, **extra)[:, 4:])
-        return torch.cat(parts)
-
-    plain, assisted = draws(), draws(assistant_model=drafter)
-    stats = drafter.last_speculation
-    assert 0.2 < stats.num_accepted / stats.num_drafted < 0.9
-    for first, last in ((0, 2), (1, 3), (2, 4)):
-        counts = []
-        for sample in (plain, assisted):
-            pairs = sample[:, first] * VOCAB + (sample[:, last - 1] if last - first > 1 else 0)
-            counts.append(torch.bincount(pairs, minlength=VOCAB * VOCAB))
-        table = torch.stack(counts)
-        common = table.sum(0) >= 20
-        rest = table[:, ~common].sum(1, keepdim=True)
-        table = torch.cat([table[:, common], rest], 1) if rest.sum() >= 20 else table[:, common]
-        assert table.shape[1] > 3
-        assert chi2_contingency(table.numpy()).pvalue > 0.001
-
-
-@pytest.mark.parametrize("rollout", ["sequential", "parallel"])
-@pytest.mark.parametrize("encoder", ["gru", "attention"])
-def test_reported_law_is_the_law_drawn_from(encoder, rollout):
-    """Drafts of 6,000 equal rows: the first by its reported law, the second by its law after each first."""
-    target = make_target("qwen3")
-    drafter = make_drafter(target, causal_encoder=encoder, pure_draft_prefix_len=0)
-    drafter.generation_config.rollout = rollout
-    rows = 6000
-    torch.manual_seed(0)
-    context = torch.randn(1, 5, 2 * 32).expand(rows, -1, -1)
-    anchor = torch.full((rows, 1), 9)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(3)])
-    output = drafter.draft(
-        target,
-        anchor,
-        context,
-        drafter.new_cache(rows),
-        input_ids=anchor.expand(-1, 6),
-        max_drafts=2,
-        logits_processor=processors,
-        do_sample=True,
-    )
-    laws = output.logits.detach().softmax(-1)
-    groups = [(output.token_ids[:, 0], laws[:, 0])]
-    for token in output.token_ids[:, 0].unique():
-        chosen = output.token_ids[:, 0] == token
-        groups.append((output.token_ids[chosen, 1], laws[chosen, 1]))
-    for tokens, law in groups:
-        torch.testing.assert_close(law, law[:1].expand_as(law))
-        counts = torch.bincount(tokens, minlength=VOCAB)
-        support = law[0] > 0
-        assert counts[~support].sum() == 0 and support.sum() == 3
-        expected = law[0][support].double() / law[0][support].double().sum() * len(tokens)
-        assert chisquare(counts[support].numpy(), expected.numpy()).pvalue > 0.001
-
-
-@pytest.mark.parametrize("kind", ["half", "untouched"])
-def test_cold_sampling_is_greedy_and_seeds_repeat(target, kind):
-    inputs = ragged([7, 5])
+@pytest.mark.parametrize("name", ["repetition", "ngram", "bad_words", "suppress", "penalties", "bias"])
+def test_drafts_go_through_the_processors(name):
+    """With a drafter that is the target's equal, processed drafts are taken; it is told the text's own prefix."""
+    target = TARGETS["llama"]
     drafter = make_drafter(target)
-    if kind != "untouched":
-        scripted(drafter, kind, target)
-    greedy = target.generate(**inputs, max_new_tokens=16, do_sample=False)
+    drafted = []
+
+    def record(*args, logits_processor=None, **kwargs):
+        drafted.append(logits_processor)
+        return type(drafter).draft(drafter, *args, logits_processor=logits_processor, **kwargs)
+
+    drafter.draft = record
+    assert_equal_text(target, drafter, as_inputs(prompt_ids()), 12, **PROCESSORS[name])
+    assert all(processors and len(processors.processors) for processors in drafted)
+
+
+# Sampling -----------------------------------------------------------------------------------------------------------
+
+SAMPLED = {
+    "cold": {"temperature": 0.2, "top_k": 0},
+    "warm": {"temperature": 0.7, "top_k": 0},
+    "own": {"temperature": 1.0, "top_k": 0},
+    "hot": {"temperature": 1.5, "top_k": 0},
+    "top_k": {"temperature": 0.8, "top_k": 5},
+    "top_p": {"temperature": 0.9, "top_k": 0, "top_p": 0.9},
+    "min_p": {"temperature": 1.2, "top_k": 0, "min_p": 0.1},
+    "typical": {"temperature": 1.0, "top_k": 0, "typical_p": 0.8},
+    "penalty": {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.3},
+    "ends": {"temperature": 1.5, "top_k": 0, "eos_token_id": [5, 9, 17, 23, 42]},
+    "returns": {"temperature": 1.0, "top_k": 0, "num_return_sequences": 3},
+}
+
+
+def drafter_of(kind: str, target, texts):
+    drafter = make_drafter(target, schedule="adaptive" if kind.startswith("adaptive") else "constant")
+    if kind == "parallel":
+        drafter.generation_config.rollout = "parallel"
+    if kind == "pool":
+        drafter.generation_config.candidate_pool_size = 5
+    if kind == "adaptive drafter":
+        drafter.generation_config.lookup = False
+    patterns = {"oracle": (6,), "half": (2,), "wrong": (0,), "mixed": (3, 0, 5, 1, 6, 2), "adaptive mixed": (6, 0, 3)}
+    return mixed(drafter, texts, patterns[kind]) if kind in patterns else drafter
+
+
+@pytest.mark.parametrize("lengths", [(7,), (7, 3, 9)])
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("family", ATTENTIONS)
+def test_sampled_text_is_plain_samplings(family, name, lengths):
+    target, inputs, kwargs = TARGETS[family], ragged(lengths), SAMPLED[name]
     torch.manual_seed(0)
-    cold = target.generate(
-        **inputs, max_new_tokens=16, do_sample=True, temperature=1e-6, top_k=0, assistant_model=drafter
-    )
+    texts = target.generate(**inputs, max_new_tokens=16, do_sample=True, **kwargs)
+    kinds = ["oracle", "half", "wrong", "mixed", "adaptive mixed", "adaptive", "adaptive drafter", "own", "parallel"]
+    for kind in [*kinds, "pool"]:
+        drafter = drafter_of(kind, target, texts)
+        plain = assert_same_draws(target, drafter, inputs, **kwargs)
+        if kind == "oracle" and name not in ("ends", "returns"):
+            assert drafter.last_speculation.mean_acceptance_length > 2
+        assert len(drafter.last_speculation.acceptance_lengths) == len(plain)
+
+
+def test_synthid_watermarks():
+    """A processor with a state for every row, which plain decoding moves on at every token."""
+    config = SynthIDTextWatermarkingConfig(keys=[3, 7, 11], ngram_len=3, context_history_size=16)
+    target = TARGETS["llama"]
+    for inputs in (as_inputs(prompt_ids()), ragged([7, 4])):
+        for drafter in (make_drafter(target), make_drafter(target, schedule="adaptive")):
+            assert_same_draws(target, drafter, inputs, temperature=0.7, top_k=0, watermarking_config=config)
+
+
+def test_noise_ahead_is_the_noise_of_the_next_draws():
+    """`torch.multinomial` takes `argmax(probs / noise)`; looking ahead leaves the generator where it was."""
+    torch.manual_seed(4)
+    noise, before = NoiseAhead(torch.device("cpu"), (3, VOCAB)), torch.get_rng_state()
+    columns = [noise[i] for i in (2, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), before)
+    for _ in range(2):  # overtaken by draws, the columns move up
+        for i in (1, 2, 0):
+            probs = torch.full((3, VOCAB), 1 / VOCAB)
+            expected = (probs / columns[i]).argmax(-1)
+            assert torch.equal(noise[0], columns[i])
+            assert torch.equal(torch.multinomial(probs, 1)[:, 0], expected)
+        columns = [noise[i] for i in (2, 0, 1)]
+
+
+def test_a_foreign_draw_in_between_is_noticed():
+    """A criterion that draws from the default generator moves the noise; the text stays plain sampling's."""
+    target = TARGETS["llama"]
+
+    def draws(ids, scores):
+        torch.rand(1)
+        return scores
+
+    for inputs in (as_inputs(prompt_ids()), ragged([7, 4])):
+        drafter = make_drafter(target)
+        assert_same_draws(target, drafter, inputs, temperature=0.7, top_k=0, logits_processor=[draws])
+
+
+def test_the_drafter_shares_the_noise():
+    """A drafter with the target's own logits agrees with every draw: nothing of its own is random."""
+    target = TARGETS["llama"]
+    drafter = make_drafter(target)
+
+    def draft(target, anchor_ids, context, cache, *, input_ids, max_drafts, noise, logits_processor, **kwargs):
+        ids = input_ids
+        for i in range(max_drafts):
+            with torch.no_grad():
+                logits = logits_processor(ids, target(ids).logits[:, -1])
+            ids = torch.cat([ids, (logits - noise[i].log()).argmax(-1, keepdim=True)], dim=1)
+        return DraftOutput(ids[:, input_ids.shape[1] :])
+
+    drafter.draft = draft
+    for inputs in (as_inputs(prompt_ids()), {"input_ids": prompt_ids(7, batch=3)}):
+        assert_same_draws(target, drafter, inputs, temperature=0.8, top_k=0)
+        stats = drafter.last_speculation
+        assert stats.num_accepted == stats.num_drafted > 0
+
+
+def test_scores_of_sampled_calls(target):
+    drafter = make_drafter(target)
+    records = []
+    for extra in ({}, {"assistant_model": drafter}):
+        torch.manual_seed(2)
+        record = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        records.append(
+            target.generate(**ragged([7, 4]), max_new_tokens=9, do_sample=True, top_k=7, **record, **extra)
+        )
+    assert records[0].sequences.tolist() == records[1].sequences.tolist()
+    for ours, theirs in zip(records[1].scores, records[0].scores, strict=True):
+        assert torch.equal(ours.isinf(), theirs.isinf())
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_cold_sampling_is_greedy_and_seeds_repeat(target):
+    inputs, drafter = ragged([7, 5]), make_drafter(target)
+    greedy, _ = both(target, drafter, inputs, 16)
+    cold = assert_same_draws(target, drafter, inputs, temperature=1e-6, top_k=0)
     assert cold.tolist() == greedy.tolist()
-    runs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        warm = {"do_sample": True, "temperature": 1.5, "top_k": 0}
-        runs.append(target.generate(**inputs, max_new_tokens=16, **warm, assistant_model=drafter).tolist())
-    assert runs[0] == runs[1] != runs[2]
+    warm = [assert_same_draws(target, drafter, inputs, seed=seed, temperature=1.5, top_k=0) for seed in (1, 2)]
+    assert warm[0].tolist() != warm[1].tolist()
