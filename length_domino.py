@@ -168,14 +168,18 @@ class Costs:
 
     def at(self, proposals: int) -> float:
         """Seconds of so many proposals; without any measurement in units of a plain step."""
-        if proposals in self.samples:
-            return statistics.median_low(self.samples[proposals])
-        points = {n: statistics.median_low(s) for n, s in self.samples.items()}
+        # What was timed once may have been cold: it counts while there is nothing better.
+        trusted = {n: s for n, s in self.samples.items() if len(s) > 1} or self.samples
+        points = {n: statistics.median_low(s) for n, s in trusted.items()}
+        if proposals in points:
+            return points[proposals]
         if len(points) < 2:
             (n, seconds), *_ = points.items() or [(0, 1.0)]
             return seconds * (1 + SLOPE * proposals) / (1 + SLOPE * n)
         slope, base = statistics.linear_regression(list(points), list(points.values()))
-        return max(base + max(slope, 0.0) * proposals, 0.5 * min(points.values()))
+        if slope <= 0:  # more work never takes less time: what reads more was disturbed
+            return min(points.values())
+        return max(base + slope * proposals, 0.5 * min(points.values()))
 
 
 def chance(logit: float) -> float:
@@ -204,8 +208,8 @@ class AdaptiveLength:
         self.max_drafts, self.uses_lookup = max_drafts, uses_lookup
         self.verifying, self.drafting = Costs(), Costs()
         self.shift = {"draft": 0.0, "lookup": 0.0}
-        # Tokens and proposals of the drafter's rounds, decayed, from one imagined round of two tokens on.
-        self.rounds, self.tokens, self.proposed = 1.0, 2.0, min(3.0, max_drafts)
+        # Drafts that all rows had right, and drafts judged, decayed; as if two of three had been right before.
+        self.right, self.judged = 2.0, 3.0
         self.rested, self.pause, self.trial, self.timing = 0, FIRST_PAUSE, True, False
         self.next_trial = (max_drafts + 1) // 2
         self.logits: list[list[float]] = []  # of the rows chosen, for learning
@@ -221,11 +225,13 @@ class AdaptiveLength:
             return 0
         if self.next_trial:  # the first round
             self.trial = True
-            drafts, self.next_trial = min(self.next_trial, most), 0
-            return drafts
+            # A batch ends with its slowest rows, so long drafts of all rows seldom are right together.
+            drafts, self.next_trial = self.next_trial if len(proposals.alive) == 1 else TRIAL_DRAFTS, 0
+            return min(drafts, most)
         drafter = self.drafter_rate()
         plain = 1 / self.verifying.at(0)
-        if 0 not in self.verifying.samples and drafter < SURE_GAIN * plain:
+        # Twice: the first may be cold, and of two the lower counts.
+        if len(self.verifying.samples.get(0, ())) < 2 and drafter < SURE_GAIN * plain:
             self.timing = True
             return 0
         self._take_free(proposals)
@@ -240,10 +246,10 @@ class AdaptiveLength:
         return min(TRIAL_DRAFTS, most)
 
     def drafter_rate(self) -> float:
-        """Tokens a second of the drafter's usual round."""
-        proposed = round(self.proposed / self.rounds)
+        """Tokens a second of a round of the drafter's, cut where that is best, if its drafts do as they did so far."""
         drafting = self.drafting.at(self.max_drafts) if self.drafting.samples else 0.3 * self.verifying.at(0)
-        return self.tokens / self.rounds / (drafting + self.verifying.at(proposed))
+        kept = expected_tokens([self.right / self.judged] * self.max_drafts, self.max_drafts)
+        return max(tokens / (drafting + self.verifying.at(n)) for n, tokens in enumerate(kept))
 
     # After it ---------------------------------------------------------------------------------------------------
 
@@ -322,8 +328,9 @@ class AdaptiveLength:
         if self.ran_drafter and alive:
             keep = 1 - 1 / MEMORY
             kept = min(len(new[i]) for i in alive)
-            self.rounds, self.tokens = keep * self.rounds + 1, keep * self.tokens + kept
-            self.proposed = keep * self.proposed + proposals.width
+            right = min(kept - 1, proposals.width)
+            self.right = keep * self.right + right
+            self.judged = keep * self.judged + right + (right < proposals.width)
         for i in alive:
             self._learn(proposals, i, new[i])
         self.ran_drafter = False

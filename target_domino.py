@@ -149,7 +149,11 @@ def target_logits(target: PreTrainedModel, states: torch.Tensor) -> torch.Tensor
     head = target.get_output_embeddings()
     device, dtype = home_of(target, head)
     states = states.to(device=device, dtype=dtype)
-    logits = linear(states, head.weight) if _is_bare(head) else head(states)
+    return scaled_logits(target, linear(states, head.weight) if _is_bare(head) else head(states))
+
+
+def scaled_logits(target: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+    """What the target makes of its LM head's products: division, factor, soft cap."""
     text = target.config.get_text_config(decoder=True)
     if divisor := getattr(text, "logits_scaling", None):
         logits = logits / divisor

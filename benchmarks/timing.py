@@ -134,23 +134,22 @@ def forced_acceptance(target, pattern: list[int]):
     drafted ids are raised (accepted) or, at the first draft too many, lowered (rejected). The text means nothing.
 
     Args:
-        pattern (list[int]): drafts to accept, round by round and then from the start again; row r is r rounds ahead.
+        pattern (list[int]): drafts to accept, round by round and then from the start again, in all rows.
     """
-    verified, counts = 0, torch.tensor(pattern, device=target.device)
+    verified = 0
 
     def force(module, arguments, keywords, output):
         nonlocal verified
         verified += 1
         drafts = keywords["input_ids"][:, 1:, None]  # [b, n, 1]
-        rows, n = drafts.shape[:2]
+        n = drafts.shape[1]
         if verified == 1 or n == 0:
             return  # the prefill, or a plain step
         # All of it on the device: nothing is waited for.
-        accepted = counts[(verified - 2 + torch.arange(rows, device=counts.device)) % len(pattern), None]
-        slots = torch.arange(n, device=counts.device)
+        accepted, slots = pattern[(verified - 2) % len(pattern)], torch.arange(n, device=drafts.device)
         logits = output.logits[:, :n]
         told = torch.where(slots < accepted, SURE, -SURE).to(logits.dtype)[..., None]
-        judged = (slots <= accepted)[..., None]
+        judged = (slots <= accepted)[:, None]
         logits.scatter_(2, drafts, torch.where(judged, told, logits.gather(2, drafts)))
 
     handle = target.register_forward_hook(force, with_kwargs=True)

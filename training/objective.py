@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from domino_spec.head_domino import add_correction
 from domino_spec.modeling_domino import DominoForSpeculation
-from domino_spec.target_domino import embed_tokens, tapped_states, target_logits
+from domino_spec.target_domino import embed_tokens, scaled_logits, tapped_states, target_logits
 from domino_spec.training.data import block_attention_mask, first_anchors, flex_block_mask
 from domino_spec.training.losses import DraftLoss, chunked_sum
 from torch import nn
@@ -338,7 +338,15 @@ class _Blocks:
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits `[N, ids]` of states `[N, H]`, raised by what each id stands for."""
         padded = self._padded(states)
-        logits = target_logits(self.objective.target, padded, self.ids, self.head_rows)[: len(states)].float()
+        target = self.objective.target
+        if self.ids is None:
+            logits = target_logits(target, padded)
+        else:
+            bias = getattr(target.get_output_embeddings(), "bias", None)
+            rows = self.head_rows
+            logits = F.linear(padded.to(rows), rows, None if bias is None else bias[self.ids])
+            logits = scaled_logits(target, logits)
+        logits = logits[: len(states)].float()
         return logits if self.log_weights is None else logits + self.log_weights
 
     def _weigh(self, name: str, logits, labels, valid, teacher) -> torch.Tensor:

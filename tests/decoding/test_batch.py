@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tiny import ATTENTIONS, VOCAB, make_drafter, make_target, mixed, prompt_ids, ragged, scripted
 from transformers import DynamicCache
 
+
 def alone(target, inputs, most: int) -> list[list[int]]:
     """New tokens of every row decoded by itself, plainly."""
     texts = []

@@ -127,7 +127,7 @@ def test_bf16_heads_of_the_target_multiply_alike():
 
 
 class LargeResults(TorchDispatchMode):
-    """Every operation whose result is new memory of at least `least` floats: ids and masks grow as in plain decoding."""
+    """Every operation whose result is new memory of at least `least` floats; ids and masks grow anyway."""
 
     def __init__(self, least: int):
         super().__init__()

@@ -81,7 +81,9 @@ def test_rows_mix_their_sources():
     for proposed, seconds in ((0, 1.0), (4, 1.1), (0, 1.0), (4, 1.1)):
         policy.verifying.add(proposed, seconds)
     proposals = Proposals([[], [], []], [(3, [7, 8, 9, 10, 11]), (0, []), (2, [5])], [True] * 3, 8, 0)
-    proposals.drafted = DraftOutput(torch.tensor([[1, 2, 3, 4]] * 3), None, torch.tensor([[0.3] * 4] + [[0.95] * 4] * 2))
+    proposals.drafted = DraftOutput(
+        torch.tensor([[1, 2, 3, 4]] * 3), None, torch.tensor([[0.3] * 4] + [[0.95] * 4] * 2)
+    )
     policy.choose(proposals)
     assert proposals.looked_up == [True, False, False]
     assert proposals.rows == [[7, 8, 9, 10, 11], [1, 2, 3, 4], [1, 2, 3, 4]]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from domino_spec import DominoCache, DominoConfig, DominoForSpeculation
 from domino_spec.head_domino import add_correction
+from domino_spec.processors_domino import DraftProcessors
 from domino_spec.target_domino import decoder_layers, embed_tokens, tapped_states, target_logits
 from domino_spec.training.objective import DominoObjective, target_states
 from safetensors.torch import load_file, save_file
 from tiny import BLOCK, VOCAB, make_drafter, make_target, prompt_ids
-from transformers import LogitsProcessorList
 
 VARIANTS = [
     (encoder, shift, prefix) for encoder in ("gru", "attention") for shift in (True, False) for prefix in range(3)
@@ -23,15 +23,27 @@ def variant(target, encoder="gru", shift_label=True, prefix=1, **overrides):
     )
 
 
-def teacher_forcing(tokens):
-    """A logits processor that pins every draft to the given tokens and records the logits it saw."""
-    seen = []
+class TeacherForcing(DraftProcessors):
+    """Pins every draft to the given tokens, where some are given, and records the logits of each."""
 
-    def force(ids, scores):
-        seen.append(scores.detach().clone())
-        return torch.full_like(scores, -torch.inf).index_fill(1, tokens[len(seen) - 1 : len(seen)], 0.0)
+    def __init__(self, tokens=None):
+        super().__init__([])
+        self.tokens, self.values_only, self.seen = tokens, False, []
 
-    return force, seen
+    def __bool__(self):
+        return True
+
+    def __call__(self, input_ids, logits):
+        i = len(self.seen)
+        self.seen.append(logits.detach().clone())
+        if self.tokens is None:
+            return logits
+        return torch.full_like(logits, -torch.inf).index_fill(1, self.tokens[i : i + 1], 0.0)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """Of all drafts, `[batch, n, V]`."""
+        return torch.stack(self.seen, dim=1)
 
 
 @torch.no_grad()
@@ -61,7 +73,7 @@ def test_training_logits_equal_drafting_logits(target, encoder, shift_label, pre
     cache, done = drafter.new_cache(1), 0
     n = drafter.config.num_drafts
     for block, anchor in enumerate(anchors[0].tolist()):
-        force, seen = teacher_forcing(ids[0, anchor + 1 :])
+        force = TeacherForcing(ids[0, anchor + 1 :])
         with torch.no_grad():
             output = drafter.draft(
                 target,
@@ -70,12 +82,12 @@ def test_training_logits_equal_drafting_logits(target, encoder, shift_label, pre
                 cache,
                 input_ids=ids[:, : anchor + 1],
                 max_drafts=BLOCK,
-                logits_processor=[force],
+                logits_processor=force,
             )
         done = anchor
         assert output.token_ids.tolist() == ids[:, anchor + 1 : anchor + 1 + n].tolist()
-        assert len(seen) == n == (BLOCK if shift_label else BLOCK - 1)
-        torch.testing.assert_close(torch.stack(seen, 1)[0], trained[0, block], rtol=1e-5, atol=1e-5)
+        assert len(force.seen) == n == (BLOCK if shift_label else BLOCK - 1)
+        torch.testing.assert_close(force.logits[0], trained[0, block], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shift_label", [True, False])
@@ -237,7 +249,7 @@ def test_stepwise_encoder_equals_one_shot(encoder):
         whole, _ = drafter.causal_encoder(embeds)
         state, steps = None, []
         for i in range(BLOCK):
-            encoded, state = drafter._encode_step(embeds[:, i : i + 1], state)
+            encoded, state = drafter.encode_step(embeds[:, i : i + 1], state)
             steps.append(encoded)
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-6)
         # Causal: what comes later changes nothing.
@@ -246,7 +258,7 @@ def test_stepwise_encoder_equals_one_shot(encoder):
         assert torch.equal(drafter.causal_encoder(changed)[0][:, :3], whole[:, :3])
 
 
-def draft_all(target, drafter, ids, do_sample=False, logits_processor=None, **knobs):
+def draft_all(target, drafter, ids, logits_processor=None, **knobs):
     for name, value in knobs.items():
         setattr(drafter.generation_config, name, value)
     with torch.no_grad():
@@ -258,7 +270,6 @@ def draft_all(target, drafter, ids, do_sample=False, logits_processor=None, **kn
             drafter.new_cache(ids.shape[0]),
             input_ids=ids,
             max_drafts=drafter.config.num_drafts,
-            do_sample=do_sample,
             logits_processor=logits_processor,
         )
 
@@ -275,7 +286,7 @@ def test_zero_correction_drafts_the_backbone_alone(encoder, rollout):
     torch.nn.init.zeros_(drafter.embed_proj[2].weight)
     zeroed = draft_all(target, drafter, ids, rollout=rollout, use_head=True)
     assert zeroed.token_ids.tolist() == backbone.token_ids.tolist()
-    torch.testing.assert_close(zeroed.logits, backbone.logits)
+    torch.testing.assert_close(zeroed.confidences, backbone.confidences)
 
 
 @pytest.mark.parametrize("shift_label", [True, False])
@@ -286,16 +297,18 @@ def test_every_prefix_length_sets_every_slot(target, encoder, shift_label):
     drafts = BLOCK if shift_label else BLOCK - 1
     for prefix in range(drafts + 1):
         drafter = variant(target, encoder, shift_label, prefix)
-        backbone = draft_all(target, drafter, ids, use_head=False)
-        outputs = [draft_all(target, drafter, ids, use_head=True, rollout=r) for r in ("sequential", "parallel")]
-        assert outputs[0].token_ids.tolist() == outputs[1].token_ids.tolist()
-        torch.testing.assert_close(outputs[0].logits, outputs[1].logits, rtol=1e-4, atol=1e-4)
-        logits = outputs[0].logits
+        records = TeacherForcing(), TeacherForcing()
+        draft_all(target, drafter, ids, records[0], use_head=False)
+        sequential = draft_all(target, drafter, ids, records[1], use_head=True, rollout="sequential")
+        parallel = draft_all(target, drafter, ids, use_head=True, rollout="parallel")
+        assert sequential.token_ids.tolist() == parallel.token_ids.tolist()
+        torch.testing.assert_close(sequential.confidences, parallel.confidences, rtol=1e-4, atol=1e-4)
+        backbone, logits = records[0].logits, records[1].logits
         assert logits.shape == (2, drafts, VOCAB) and logits.isfinite().all()
-        assert outputs[0].token_ids.tolist() == logits.argmax(-1).tolist()
-        torch.testing.assert_close(logits[:, :prefix], backbone.logits[:, :prefix])
+        assert sequential.token_ids.tolist() == logits.argmax(-1).tolist()
+        torch.testing.assert_close(logits[:, :prefix], backbone[:, :prefix])
         for i in range(prefix, drafts):
-            assert not torch.allclose(logits[:, i], backbone.logits[:, i], atol=1e-3), (prefix, i)
+            assert not torch.allclose(logits[:, i], backbone[:, i], atol=1e-3), (prefix, i)
 
 
 @pytest.mark.parametrize("encoder", ["gru", "attention"])
@@ -323,7 +336,7 @@ def test_fewer_drafts_are_the_first_of_all(most, rollout):
     tapped = target_states(target, drafter.config.target_layer_ids, ids, torch.ones_like(ids)).tapped[:, :-1]
     with torch.no_grad():
         part = drafter.draft(target, ids[:, -1:], tapped, drafter.new_cache(2), input_ids=ids, max_drafts=most)
-    assert part.token_ids.shape == (2, most) and part.logits.shape[:2] == (2, most)
+    assert part.token_ids.shape == (2, most)
     assert part.token_ids.tolist() == whole.token_ids[:, :most].tolist()
 
 
@@ -343,27 +356,23 @@ def test_correction_depends_on_the_drafted_tokens():
 # Candidate pool -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_candidate_pool(do_sample):
+def test_candidate_pool():
+    """Draft by draft, a pool removes ids from the choice and changes no other's logit."""
     target = make_target()
     drafter = variant(target)
     ids = prompt_ids(9, batch=2)
-    outputs = []
+    outputs, logits = [], []
     for pool in (0, VOCAB, VOCAB - 1, 5):
-        torch.manual_seed(0)
-        outputs.append(draft_all(target, drafter, ids, do_sample=do_sample, candidate_pool_size=pool))
+        seen = TeacherForcing()
+        outputs.append(draft_all(target, drafter, ids, seen, candidate_pool_size=pool))
+        logits.append(seen.logits)
     assert torch.equal(outputs[0].token_ids, outputs[1].token_ids)
-    torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
-    standing = outputs[2].logits > -1e3
-    assert (standing[:, 1:].sum(-1) == VOCAB - 1).all()
+    torch.testing.assert_close(logits[1], logits[0])
+    assert ((logits[2] > -1e3).sum(-1) == VOCAB - 1).all()
     # After the first corrected draft the prefixes may differ; until there a pool only removes ids.
-    kept = outputs[3].logits > -1e3
-    assert (kept[:, 1:].sum(-1) == 5).all()
-    torch.testing.assert_close(outputs[3].logits[:, 1][kept[:, 1]], outputs[0].logits[:, 1][kept[:, 1]])
-    # A processor that forbids the whole pool leaves the rest to draw from.
-    forbid = LogitsProcessorList([lambda ids, scores: scores.scatter(1, scores.topk(1).indices, float("-inf"))])
-    drafts = draft_all(target, drafter, ids, do_sample=True, candidate_pool_size=1, logits_processor=forbid)
-    assert drafts.logits.softmax(-1).isfinite().all()
+    kept = logits[3] > -1e3
+    assert (kept.sum(-1) == 5).all()
+    torch.testing.assert_close(logits[3][:, :2][kept[:, :2]], logits[0][:, :2][kept[:, :2]])
     drafter.generation_config.candidate_pool_size = 5
     plain = target.generate(ids, max_new_tokens=12, do_sample=False)
     assert target.generate(ids, max_new_tokens=12, do_sample=False, assistant_model=drafter).tolist() == plain.tolist()
@@ -407,7 +416,7 @@ def test_tapped_features_are_the_layers_outputs(target, layer_ids):
     output = target.generate(ids, max_new_tokens=6, do_sample=False, assistant_model=drafter)
     context = torch.cat(contexts, 1)
     again = target_states(target, layer_ids, output, torch.ones_like(output)).tapped
-    assert context.shape[1] >= 13
+    assert context.shape[1] >= 12
     torch.testing.assert_close(context, again[:, : context.shape[1]], rtol=1e-4, atol=1e-4)
 
 
@@ -545,10 +554,9 @@ def test_cache_grows_and_gives_back_what_it_took():
         cache.extend(new)
         got, values = cache.update(0, keys, -keys)
         assert torch.equal(got, torch.cat(pieces, 2)) and torch.equal(values, -got)
-    assert cache.length == 211 and cache.mask.shape == (2, 211)
-    cache.select(torch.tensor([1]))
-    got, _ = cache.update(0, torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 0, 4))
-    assert torch.equal(got, torch.cat(pieces, 2)[1:])
+    assert cache.length == 211 and cache.block_mask(3) is None
+    got, _ = cache.update(0, torch.zeros(2, 2, 0, 4), torch.zeros(2, 2, 0, 4))
+    assert torch.equal(got, torch.cat(pieces, 2))
 
 
 def test_cache_counts_positions_row_by_row():
@@ -559,9 +567,8 @@ def test_cache_counts_positions_row_by_row():
     valid = torch.tensor([[True, True], [True, False]])
     assert cache.extend(valid.shape[1], valid)[valid].tolist() == [2, 3, 13]
     assert cache.next_position.tolist() == [4, 14]
-    cache.stage(valid)
-    assert torch.equal(cache.take_staged()[0], valid)
-    assert cache.take_staged()[0] is None
+    expected = [[False, True, True, True, True], [True, True, True, True, False]]
+    assert cache.block_mask(2)[:, 0, 0].tolist() == [row + [True, True] for row in expected]
 
 
 def test_context_in_pieces_equals_context_at_once():
@@ -571,7 +578,7 @@ def test_context_in_pieces_equals_context_at_once():
     ids = prompt_ids(12, batch=2)
     tapped = target_states(target, drafter.config.target_layer_ids, ids, torch.ones_like(ids)).tapped
     lengths = (11, 7)
-    single = []
+    single, alone, seen = [], [TeacherForcing(), TeacherForcing()], TeacherForcing()
     with torch.no_grad():
         for row, length in enumerate(lengths):
             single.append(
@@ -582,6 +589,7 @@ def test_context_in_pieces_equals_context_at_once():
                     drafter.new_cache(1),
                     input_ids=ids[row : row + 1, : length + 1],
                     max_drafts=BLOCK,
+                    logits_processor=alone[row],
                 )
             )
         cache = drafter.new_cache(2)
@@ -590,12 +598,15 @@ def test_context_in_pieces_equals_context_at_once():
         drafter.draft(target, ids[:, 4:5], first, cache, input_ids=ids[:, :5], max_drafts=0)
         second = torch.zeros(2, 5, 64)
         second[0], second[1, :2] = tapped[0, 4:9], tapped[1, 4:6]
-        cache.stage(torch.tensor([[True] * 5, [True] * 2 + [False] * 3]))
-        drafter.draft(target, ids[:, 4:5], second, cache, input_ids=ids[:, :5], max_drafts=0)
+        real = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+        drafter.draft(target, ids[:, 4:5], second, cache, input_ids=ids[:, :5], max_drafts=0, context_mask=real)
         third = torch.full((2, 2, 64), 50.0)
         third[0], third[1, :1] = tapped[0, 9:11], tapped[1, 6:7]
-        cache.stage(torch.tensor([[True, True], [True, False]]))
+        real = torch.tensor([[True, True], [True, False]])
         anchors = torch.stack([ids[0, 11:12], ids[1, 7:8]])
-        together = drafter.draft(target, anchors, third, cache, input_ids=[ids[0], ids[1, :8]], max_drafts=BLOCK)
+        together = drafter.draft(
+            target, anchors, third, cache, input_ids=ids, max_drafts=BLOCK, context_mask=real, logits_processor=seen
+        )
     for row in range(2):
-        torch.testing.assert_close(together.logits[row], single[row].logits[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(seen.logits[row], alone[row].logits[0], rtol=1e-4, atol=1e-4)
+        assert together.token_ids[row].tolist() == single[row].token_ids[0].tolist()

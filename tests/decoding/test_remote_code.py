@@ -14,7 +14,6 @@ CODE_FILES = (
     "speculation_domino.py",
     "processors_domino.py",
     "length_domino.py",
-    "rows_domino.py",
     "target_domino.py",
     "draftcache_domino.py",
     "kernels_domino.py",

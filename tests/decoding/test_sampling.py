@@ -222,9 +222,7 @@ def test_scores_of_sampled_calls(target):
     for extra in ({}, {"assistant_model": drafter}):
         torch.manual_seed(2)
         record = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-        records.append(
-            target.generate(**ragged([7, 4]), max_new_tokens=9, do_sample=True, top_k=7, **record, **extra)
-        )
+        records.append(target.generate(**ragged([7, 4]), max_new_tokens=9, do_sample=True, top_k=7, **record, **extra))
     assert records[0].sequences.tolist() == records[1].sequences.tolist()
     for ours, theirs in zip(records[1].scores, records[0].scores, strict=True):
         assert torch.equal(ours.isinf(), theirs.isinf())

@@ -250,7 +250,7 @@ def test_stepwise_encoder_honours_the_adapter(full):
     def stepwise():
         state, parts = None, []
         for i in range(5):
-            encoded, state = drafter._encode_step(embeds[:, i : i + 1], state)
+            encoded, state = drafter.encode_step(embeds[:, i : i + 1], state)
             parts.append(encoded)
         return torch.cat(parts, dim=1)
 
