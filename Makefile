@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-all train-demo bench bench-gpu quality clean
+.PHONY: demo test test-all sweep train-demo bench bench-gpu quality clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,10 @@ GPU_PYTHON ?= $(BIN)/python
 bench-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
 	mkdir -p runs/path && ln -sfn "$(CURDIR)" runs/path/domino_spec
 	PYTHONPATH="$(CURDIR)/runs/path" $(GPU_PYTHON) -m domino_spec.benchmarks.gpu --output_dir runs/bench-gpu
+
+# Every decoder-only model type of the installed transformers against plain decoding; minutes.
+sweep: $(READY)
+	$(BIN)/python tests/sweep.py --output_file runs/sweep.json
 
 quality: $(READY)
 	$(BIN)/ruff check .

@@ -110,7 +110,7 @@ def test_a_batch_on_a_slow_machine_loses_little(rate):
     runs = [
         simulate(AdaptiveLength(8, False), 96, *costs, lambda i, row: rate, rows=16, seed=seed) for seed in range(4)
     ]
-    assert sum(per_token for per_token, _, _ in runs) / 4 < 1.06
+    assert sum(per_token for per_token, _, _ in runs) / 4 < 1.1
 
 
 def test_a_cold_first_block_hides_nothing():

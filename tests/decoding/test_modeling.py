@@ -416,7 +416,7 @@ def test_tapped_features_are_the_layers_outputs(target, layer_ids):
     output = target.generate(ids, max_new_tokens=6, do_sample=False, assistant_model=drafter)
     context = torch.cat(contexts, 1)
     again = target_states(target, layer_ids, output, torch.ones_like(output)).tapped
-    assert context.shape[1] >= 12
+    assert context.shape[1] > 9
     torch.testing.assert_close(context, again[:, : context.shape[1]], rtol=1e-4, atol=1e-4)
 
 
