@@ -256,7 +256,7 @@ class DominoConfig(PreTrainedConfig):
         unknown = sorted(set(overrides) - set(cls.__dataclass_fields__))
         if unknown:
             raise ValueError(f"unknown config values {unknown}; expected fields of DominoConfig.")
-        heads = text.num_attention_heads
+        heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
         fields = {
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,

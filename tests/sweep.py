@@ -3,7 +3,8 @@
     python tests/sweep.py [--types llama gpt2 ...] [--output_file sweep.json]
 
 Each type is built tiny and random, and tried at batch 1 and in a ragged batch of three, greedy and sampled, with
-drafts that are right (ORACLE), half right, noise, and adaptive; with a cache of the caller's, and with a stateful processor.
+drafts that are right (ORACLE), half right, noise, and adaptive; with a cache of the caller's, and with a processor
+that counts its calls.
 A type is `equal` (every text and every generator state equals plain decoding's), `refused` (one sentence says why, and
 plain decoding is left to run), `not built` (no tiny model of it can be made here, or plain decoding itself fails),
 `unequal` or `crashed`. The last two are bugs, and the exit status says so.
@@ -212,7 +213,8 @@ def outcome(call, **extra):
 
 def is_refusal(error: Exception) -> bool:
     """Whether an exception is the product's own sentence."""
-    return isinstance(error, ValueError) and "without assistant_model" in str(error)
+    ours = ("without assistant_model", "needs the target's cache")
+    return isinstance(error, ValueError) and any(words in str(error) for words in ours)
 
 
 def try_type(kind: str) -> dict:
