@@ -161,25 +161,35 @@ class Costs:
 
     def __init__(self) -> None:
         self.samples: dict[int, deque[float]] = {}
+        self._fit: tuple[dict[int, float], float, float] | None = None  # medians, slope and base of their line
 
     def add(self, proposals: int, seconds: float) -> None:
         """One measurement; of two the lower counts, since whatever disturbs a clock makes it read more."""
         self.samples.setdefault(proposals, deque(maxlen=5)).append(seconds)
+        self._fit = None
 
     def at(self, proposals: int) -> float:
         """Seconds of so many proposals; without any measurement in units of a plain step."""
-        # What was timed once may have been cold: it counts while there is nothing better.
-        trusted = {n: s for n, s in self.samples.items() if len(s) > 1} or self.samples
-        points = {n: statistics.median_low(s) for n, s in trusted.items()}
+        if self._fit is None:  # once a measurement: a round asks for many numbers of proposals
+            self._fit = self._line()
+        points, slope, base = self._fit
         if proposals in points:
             return points[proposals]
         if len(points) < 2:
             (n, seconds), *_ = points.items() or [(0, 1.0)]
             return seconds * (1 + SLOPE * proposals) / (1 + SLOPE * n)
-        slope, base = statistics.linear_regression(list(points), list(points.values()))
         if slope <= 0:  # more work never takes less time: what reads more was disturbed
             return min(points.values())
         return max(base + slope * proposals, 0.5 * min(points.values()))
+
+    def _line(self) -> tuple[dict[int, float], float, float]:
+        """Medians by number of proposals, slope and base of the line through two or more of them."""
+        # What was timed once may have been cold: it counts while there is nothing better.
+        trusted = {n: s for n, s in self.samples.items() if len(s) > 1} or self.samples
+        points = {n: statistics.median_low(s) for n, s in trusted.items()}
+        if len(points) < 2:
+            return points, 0.0, 0.0
+        return points, *statistics.linear_regression(list(points), list(points.values()))
 
 
 def chance(logit: float) -> float:
@@ -320,10 +330,9 @@ class AdaptiveLength:
         """
         if rest is not None:
             self.verifying.add(proposals.width, rest)
-        if drafting is not None and self.ran_drafter and not self.trial:
+        # A trial makes fewer drafts: its time counts while there is no other.
+        if drafting is not None and self.ran_drafter and not (self.trial and self.drafting.samples):
             self.drafting.add(self.max_drafts, drafting)
-        elif drafting is not None and self.ran_drafter:
-            self.drafting.samples.setdefault(self.max_drafts, deque([drafting], maxlen=5))
         alive = [i for i, tokens in enumerate(new) if tokens]
         if self.ran_drafter and alive:
             keep = 1 - 1 / MEMORY

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from tiny import prompt_ids
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 KINDS = ("oracle", "wrong", "half")
@@ -122,6 +122,17 @@ def assert_same_record(plain, assisted):
         for a, b in zip(ours, theirs, strict=True):
             assert a.shape == b.shape
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+class Calls(LogitsProcessor):
+    """Remembers what it was called with, and changes the scores by how often it was called."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append((input_ids.tolist(), scores.argmax(-1).tolist()))
+        return scores.roll(len(self.seen) % 3, dims=-1)
 
 
 class LastTokenIs(StoppingCriteria):

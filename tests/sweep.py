@@ -24,8 +24,9 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny import MASK_ID, VOCAB, mixed, ragged
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LogitsProcessor
+from checks import Calls
+from tiny import VOCAB, make_drafter, mixed, ragged
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -159,17 +160,6 @@ def build(kind: str):
     return model
 
 
-class Counting(LogitsProcessor):
-    """Changes the scores by how often it was called."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        return scores.roll(self.calls % 3, dims=-1)
-
-
 def variants(target):
     """Calls of one type: name, arguments made afresh for each call."""
     one, three = ragged([7]), ragged([7, 3, 9])
@@ -179,24 +169,8 @@ def variants(target):
     yield "greedy 3", lambda: three | greedy
     yield "sampled 3", lambda: three | sampled
     yield "ends 3", lambda: three | greedy | {"eos_token_id": list(range(0, 60, 7))}
-    yield "processor 3", lambda: three | greedy | {"logits_processor": [Counting()], "repetition_penalty": 1.2}
+    yield "processor 3", lambda: three | greedy | {"logits_processor": [Calls()], "repetition_penalty": 1.2}
     yield "own cache 3", lambda: three | greedy | {"past_key_values": DynamicCache(config=target.config)}
-
-
-def drafters(target):
-    """Drafters by kind, made for the target."""
-    from domino_spec import DominoConfig, DominoForSpeculation
-
-    def make(schedule="constant"):
-        torch.manual_seed(1)
-        config = DominoConfig.from_target(
-            target.config, num_hidden_layers=1, block_size=6, mask_token_id=MASK_ID, head_hidden_size=8, head_rank=4
-        )
-        drafter = DominoForSpeculation(config).eval()
-        drafter.generation_config.num_assistant_tokens_schedule = schedule
-        return drafter
-
-    return make
 
 
 def outcome(call, **extra):
@@ -221,8 +195,7 @@ def try_type(kind: str) -> dict:
     """What comes of one type."""
     try:
         target = build(kind)
-        make = drafters(target)
-        width = 9
+        make_drafter(target)
         plain = target.generate(**ragged([7]), max_new_tokens=4, do_sample=False)
         assert plain.shape[1] == 11
     except OutOfTime:
@@ -242,7 +215,7 @@ def try_type(kind: str) -> dict:
         if plain[0] != outcome(call)[0]:
             continue  # nor does it twice alike
         for how in [*KINDS, "noise", "adaptive"]:
-            drafter = make("adaptive" if how == "adaptive" else "constant")
+            drafter = make_drafter(target, schedule="adaptive" if how == "adaptive" else "constant")
             if how in KINDS:
                 mixed(drafter, torch.tensor(plain[0]), KINDS[how])
             ours = outcome(call, assistant_model=drafter)

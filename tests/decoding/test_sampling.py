@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from checks import as_inputs, assert_equal_text, assert_same_draws, both
+from checks import Calls, as_inputs, assert_equal_text, assert_same_draws, both
 from domino_spec import DraftOutput
 from domino_spec.speculation_domino import NoiseAhead
 from tiny import ATTENTIONS, VOCAB, make_drafter, make_target, mixed, prompt_ids, ragged, scripted
-from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 TARGETS = {family: make_target(family, **extra) for family, extra in ATTENTIONS.items()}
 
@@ -58,17 +58,6 @@ def test_processors(name, kind):
         assert_equal_text(target, drafter, inputs, 14, **kwargs)
 
 
-class Calls(LogitsProcessor):
-    """Remembers what it was called with, and changes the scores by how often it was called."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, input_ids, scores):
-        self.seen.append((input_ids.tolist(), scores.argmax(-1).tolist()))
-        return scores.roll(len(self.seen) % 3, dims=-1)
-
-
 @pytest.mark.parametrize("kind", ["oracle", "half", "untouched", "adaptive"])
 @pytest.mark.parametrize("lengths", [(7,), (7, 3, 5)])
 def test_processors_see_exactly_plain_decodings_calls(kind, lengths):
@@ -100,7 +89,7 @@ def test_processor_with_values_of_its_own_per_row(kind):
 
 @pytest.mark.parametrize("name", ["repetition", "ngram", "bad_words", "suppress", "penalties", "bias"])
 def test_drafts_go_through_the_processors(name):
-    """With a drafter that is the target's equal, processed drafts are taken; it is told the text's own prefix."""
+    """The drafter is given the library's processors of the call."""
     target = TARGETS["llama"]
     drafter = make_drafter(target)
     drafted = []
